@@ -19,14 +19,23 @@ from dask_devctx.cli.connection import connected, finds_scheduler
 from dask_devctx.client.live import Moment, between, moment, rates, rows
 from dask_devctx.client.tables import aligned
 from dask_devctx.errors.base import counted, nbytes_text
+from dask_devctx.scheduler.rows import OF_A_DEVICE, OF_A_WORKER, memory_field
 
 _COLUMNS: Final = (
     *("worker", "use", "busy", "tasks/s", "runs", "waits", "done", "failed"),
-    *("memory used", "copied in/s"),
+    *("memory used", "copied in/s", "now"),
 )
 _SPILLED: Final = ("kept of limit", "on the host")
 # A narrow terminal sees a table without these.
-_SPARE: Final = (*_SPILLED, "worker", "copied in/s", "waits")
+_SPARE: Final = (*_SPILLED, "worker", "copied in/s", "waits", "now")
+_SORTED_BY: Final = {
+    "use": "utilization",
+    "busy": "occupied",
+    "tasks": "tasks_per_s",
+    "waits": "queued",
+    "memory": "used",
+    "spilled": "memory_spilled",
+}
 # The scheduler has news of a worker each half a second.
 _HEARTBEAT_S: Final = 1.0
 
@@ -50,8 +59,18 @@ Examples:
     show_default=True,
     help="Seconds between two states.",
 )
+@click.option(
+    "--sort", type=click.Choice([*_SORTED_BY]), help="The largest first; by device by default."
+)
 @finds_scheduler
-def top(scheduler: str | None, once: bool, as_json: bool, interval: float, **where: Any) -> None:
+def top(
+    scheduler: str | None,
+    once: bool,
+    as_json: bool,
+    interval: float,
+    sort: str | None,
+    **where: Any,
+) -> None:
     """Show the tasks, memory and transfers of a cluster's devices; Ctrl-C ends it.
 
     The exit status is 1 if the scheduler cannot be reached, or goes away.
@@ -69,7 +88,7 @@ def top(scheduler: str | None, once: bool, as_json: bool, interval: float, **whe
                     else:
                         if not once:
                             click.clear()
-                        click.echo(_as_text(str(client.scheduler.address), before, now))
+                        click.echo(_as_text(str(client.scheduler.address), before, now, sort))
                     if once:
                         return
                     before = now
@@ -103,15 +122,21 @@ def _as_data(before: Moment, now: Moment) -> dict[str, Any]:
         }
         for ends, rate in rates(before, now).items()
     ]
-    devices = [asdict(device) for device in between(before, now)]
+    kinds = (*OF_A_DEVICE, *OF_A_WORKER)
+    devices = [
+        asdict(one) | {"memory": {kind: getattr(one, memory_field(kind)) for kind in kinds}}
+        for one in between(before, now)
+    ]
     return {"workers": dict(now.workers), "devices": devices, "transfers": transfers}
 
 
-def _as_text(address: str, before: Moment, now: Moment) -> str:
+def _as_text(address: str, before: Moment, now: Moment, sort: str | None) -> str:
     devices = between(before, now)
+    if sort is not None:
+        devices.sort(key=lambda one: getattr(one, _SORTED_BY[sort]) or 0, reverse=True)
     speed = sum(device.tasks_per_s for device in devices)
     workers = counted(len(now.workers), "worker")
-    spilled = any(device.memory.get("spilled") for device in devices)
+    spilled = any(device.memory_spilled for device in devices)
     columns = [*_COLUMNS, *(_SPILLED if spilled else ())]
     # A pipe has no width.
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 999

@@ -7,9 +7,9 @@ that left: nothing is collected for them.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
@@ -18,81 +18,70 @@ from distributed import Client, Scheduler
 from dask_devctx.client.tables import device_names, host_of, shortened
 from dask_devctx.errors.base import nbytes_text
 from dask_devctx.scheduler.counts import METRIC, transfers
-from dask_devctx.scheduler.rows import OF_A_DEVICE, OF_A_WORKER, DeviceCounts, known, memory_field
+from dask_devctx.scheduler.rows import DeviceCounts, known, merged
 
-# The counts of a device that are added over its workers.
-SUMS: Final = ("running", "queued", "done", "failed", "busy_s", "occupied_s")
 _WORKER: Final = 16
+_TASKS: Final = 20
+# The numbers that are added over devices.
+_SUMS: Final = (
+    *("running", "queued", "done", "failed", "busy_s", "occupied_s", "copied_nbytes"),
+    *("memory_held", "memory_copies", "memory_spilled"),
+)
 
 Ends = tuple[str, str, str]  # source, destination, transport
 
 
-@dataclass
-class LiveDevice:
+@dataclass(frozen=True, slots=True)
+class LiveDevice(DeviceCounts):
     """One device, with the sums over the workers that use it, and its rates."""
 
-    uuid: str
-    device_id: int
-    name: str | None
     host: str = ""
-    workers: list[str] = field(default_factory=list)
-    running: int = 0
-    queued: int = 0
-    done: int = 0
-    failed: int = 0
-    busy_s: float = 0.0
-    occupied_s: float = 0.0
+    workers: tuple[str, ...] = ()
     tasks_per_s: float = 0.0
     occupied: float | None = None
-    utilization: float | None = None
-    memory: dict[str, int] = field(default_factory=dict)
     copied_nbytes: int = 0
     nbytes_per_s: float = 0.0
-
-    def add(self, other: LiveDevice | DeviceCounts) -> None:
-        """Add the tasks of another device, or of a worker."""
-        for one in SUMS:
-            setattr(self, one, getattr(self, one) + getattr(other, one))
 
     @property
     def used(self) -> int:
         """The bytes in use on the whole device."""
-        return self.memory.get("total", 0) - self.memory.get("free", 0)
+        return (self.memory_total or 0) - (self.memory_free or 0)
 
 
-def by_device(rows: Iterable[tuple[str, str | None, DeviceCounts]]) -> dict[str, LiveDevice]:
-    """Return the devices by UUID, from each worker's address and name; None if it left."""
-    found: dict[str, LiveDevice] = {}
-    order = sorted(rows, key=lambda row: (row[1] is None, host_of(row[0]), row[2].device_id))
-    for worker, name, counts in order:
-        live = found.get(counts.uuid)
-        is_first = live is None
-        if live is None:
-            live = LiveDevice(counts.uuid, counts.device_id, counts.name, host_of(worker))
-            live.utilization = counts.utilization
-            found[counts.uuid] = live
-        if name is not None:
-            live.workers.append(name)
-        live.add(counts)
-        for kind in (*OF_A_DEVICE, *OF_A_WORKER):
-            nbytes = getattr(counts, memory_field(kind))
-            if nbytes is not None and (is_first or kind in OF_A_WORKER):
-                live.memory[kind] = live.memory.get(kind, 0) + nbytes
-    return found
+def by_device(
+    rows: Iterable[tuple[str, str | None, DeviceCounts]], copied: Mapping[str, int]
+) -> dict[str, LiveDevice]:
+    """Return the devices by UUID, from each worker's address and name; None if it left.
+
+    ``copied`` has the bytes that went to a device.
+    """
+    groups: defaultdict[str, list[tuple[str, str | None, DeviceCounts]]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: (row[1] is None, host_of(row[0]), row[2].device_id)):
+        groups[row[2].uuid].append(row)
+    return {
+        uuid: LiveDevice(
+            **{name: getattr(counts, name) for name in DeviceCounts.__slots__},
+            host=host_of(members[0][0]),
+            workers=tuple(name for _, name, _ in members if name is not None),
+            copied_nbytes=copied.get(uuid, 0),
+        )
+        for uuid, members in groups.items()
+        for counts in [merged([row for _, _, row in reversed(members)])]
+    }
 
 
 def total(devices: Collection[LiveDevice], workers: str) -> LiveDevice:
     """Return the sum of devices, as a device."""
-    found = LiveDevice("", -1, None, workers=[workers])
     uses = [one.utilization for one in devices if one.utilization is not None]
-    found.utilization = sum(uses) / len(uses) if uses else None
-    memory = Counter[str]()
-    for one in devices:
-        found.add(one)
-        found.copied_nbytes += one.copied_nbytes
-        memory.update(one.memory if one.memory.keys() >= {"free", "total"} else {})
-    found.memory = dict(memory)
-    return found
+    sized = [one for one in devices if None not in (one.memory_total, one.memory_free)]
+    sums: dict[str, Any] = {n: sum(getattr(one, n) or 0 for one in devices) for n in _SUMS}
+    return LiveDevice(
+        **sums,
+        workers=(workers,),
+        utilization=sum(uses) / len(uses) if uses else None,
+        memory_total=sum(one.memory_total or 0 for one in sized),
+        memory_free=sum(one.memory_free or 0 for one in sized),
+    )
 
 
 # -- columns
@@ -103,14 +92,14 @@ def _percent(share: float | None) -> str | None:
 
 
 def _memory(device: LiveDevice) -> str | None:
-    whole = device.memory.get("total")
+    whole = device.memory_total
     return f"{nbytes_text(device.used)} of {nbytes_text(whole)}" if whole else None
 
 
 def _kept(device: LiveDevice) -> str:
     """Return the bytes of values that dask keeps there, and their limit."""
-    limit = device.memory.get("limit")
-    kept = device.memory.get("held", 0) + device.memory.get("copies", 0)
+    limit = device.device_memory_limit
+    kept = (device.memory_held or 0) + (device.memory_copies or 0)
     return nbytes_text(kept) + ("" if limit is None else f" of {nbytes_text(limit)}")
 
 
@@ -128,7 +117,8 @@ COLUMNS: Final[Mapping[str, Callable[[LiveDevice], object]]] = {
     "copied in": lambda device: nbytes_text(device.copied_nbytes),
     "copied in/s": lambda device: nbytes_text(round(device.nbytes_per_s)),
     "kept of limit": _kept,
-    "on the host": lambda device: nbytes_text(device.memory.get("spilled", 0)),
+    "on the host": lambda device: nbytes_text(device.memory_spilled or 0),
+    "now": lambda device: shortened(", ".join(device.tasks_now), _TASKS) or None,
 }
 
 
@@ -176,14 +166,14 @@ async def _moment(client: Client) -> Moment:
             counts.append((address, names[address], one))
         for transfer in transfers(worker["metrics"]):
             moved[transfer.ends] += transfer.nbytes
-    devices = by_device(counts)
+    copied = Counter[str]()
+    for (_, destination, _), nbytes in moved.items():
+        copied[destination] += nbytes
+    devices = by_device(counts, copied)
     for uuid in before.keys() & devices.keys():
         done, failed = before[uuid]
-        devices[uuid].done += done
-        devices[uuid].failed += failed
-    for (_, destination, _), nbytes in moved.items():
-        if destination in devices:
-            devices[destination].copied_nbytes += nbytes
+        one = devices[uuid]
+        devices[uuid] = replace(one, done=one.done + done, failed=one.failed + failed)
     return Moment(time.monotonic(), names, devices, moved)
 
 

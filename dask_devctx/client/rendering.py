@@ -35,12 +35,13 @@ _BY_PREFIX: Final = (
 
 def _devices(report: Report) -> list[LiveDevice]:
     """Return the devices, and the sum of all at the end."""
-    found = by_device(
-        (row.worker, row.worker_name if row.present else None, row) for row in report.devices
-    )
+    copied = Counter[str]()
     for row in report.transfers:
-        if row.destination in found:
-            found[row.destination].copied_nbytes += row.nbytes
+        copied[row.destination] += row.nbytes
+    found = by_device(
+        ((row.worker, row.worker_name if row.present else None, row) for row in report.devices),
+        copied,
+    )
     workers = counted(len({row.worker for row in report.devices if row.present}), "worker")
     return [*found.values(), total(found.values(), workers)]
 
@@ -211,9 +212,9 @@ def html(report: Report) -> str:
         *each, summed = _devices(report)
         most = max((device.busy_s for device in each), default=0.0)
         for cells, device in zip(body, [*each, summed], strict=True):
-            whole = device.memory.get("total", 0)
+            whole = device.memory_total
             for color, name, part, of in (
-                (_BUSY, "busy s", device.busy_s, 0 if device is summed else most),
+                (_BUSY, "busy s", device.busy_s, None if device is summed else most),
                 (_MEMORY, "memory used", device.used, whole),
             ):
                 if of:

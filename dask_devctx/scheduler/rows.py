@@ -6,7 +6,7 @@ epoch by the scheduler's clock.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, ClassVar, Final, TypeVar
@@ -138,12 +138,10 @@ class DeviceCounts:
     queued, running
         The tasks that wait for a slot on it, and that run on it.
     done, failed
-        The tasks that ended well, and that raised. A task of several devices counts on its first
-        one only.
+        The tasks that ended well, and that raised. A task of several devices counts on each.
     busy_s
-        The sum of the seconds of tasks that ended. A task of several devices counts on each of
-        them. Tasks that seceded do not count, because most of
-        them only wait for others.
+        The sum of the seconds of tasks that ended. Tasks that seceded do not count, because most
+        of them only wait for others.
     memory_free, memory_total
         Bytes of the whole device; None if NVML does not know them.
     occupied_s
@@ -282,6 +280,25 @@ class Transfer:
 
 
 Counted = TypeVar("Counted", bound="DeviceCounts | Transfer")
+Present = TypeVar("Present", bound=DeviceCounts)
+
+
+def merged(rows: Sequence[Present]) -> Present:
+    """Return the row of a device that several workers use, by the latest row, which is the last.
+
+    The values of the whole device are the latest, and the workers' own values are added.
+    """
+    if len(rows) == 1:
+        return rows[0]
+    sums: dict[str, Any] = {}
+    for name in _OF_WORKERS:
+        known = [value for row in rows if (value := getattr(row, name)) is not None]
+        sums[name] = sum(known) if known else None
+    latest, taken = rows[-1], sum(sums[memory_field(kind)] or 0 for kind in ON_A_DEVICE)
+    if latest.memory_total is not None and latest.memory_free is not None:
+        sums["memory_others"] = max(latest.memory_total - latest.memory_free - taken, 0)
+    now = tuple(dict.fromkeys(task for row in rows for task in row.tasks_now))
+    return replace(latest, tasks_now=now, **sums)
 
 
 def added(one: Counted, other: DeviceCounts | Transfer) -> Counted:
@@ -309,6 +326,9 @@ OF_A_WORKER: Final = (*ON_A_DEVICE, "spilled")
 def memory_field(kind: str) -> str:
     """Return the field of a kind of memory."""
     return "device_memory_limit" if kind == "limit" else f"memory_{kind}"
+
+
+_OF_WORKERS: Final = ("running", "queued", *DeviceCounts.SUMS, *map(memory_field, OF_A_WORKER))
 
 
 Row = TaskRun | Copy | Incident | Sample

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import localtime
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -15,7 +15,7 @@ from distributed.metrics import time
 
 from dask_devctx.scheduler.dashboard.lanes import Lanes, Member
 from dask_devctx.scheduler.history import DeviceHistory
-from dask_devctx.scheduler.rows import OF_A_WORKER, ON_A_DEVICE, Copy, Incident, Sample, TaskRun
+from dask_devctx.scheduler.rows import Copy, Incident, Sample, TaskRun, merged
 
 # How long a device is shown after its last worker left; a worker may be restarting.
 _LINGER_S = 60.0
@@ -25,8 +25,6 @@ _MOST: Final = 2_500
 _MOST_AT_FIRST: Final = 10_000
 # Two samples of a device further apart than this show nothing of the time between them.
 _APART_S: Final = 5.0
-# The values of a sample that belong to the worker, and not to the device.
-_OWN: Final = ("running", "queued", *(f"memory_{kind}" for kind in OF_A_WORKER))
 
 _Row = TaskRun | Copy | Incident
 Place = tuple[str, str | None]  # a host, and the UUID of a device there
@@ -66,25 +64,16 @@ class Intervals:
             if middle is None:
                 continue
             workers = self._samples.setdefault(place, {})
-            workers[worker] = sample
+            workers.pop(worker, None)
+            workers[worker] = sample  # the latest at the end
             for other in [w for w, s in workers.items() if sample.time - s.time > _APART_S]:
                 del workers[other]
-            last = self.latest.get(place)
-            before = sample if last is None else last.after
-            after = sample if len(workers) == 1 else _added(sample, [*workers.values()])
+            last, after = self.latest.get(place), merged([*workers.values()])
+            before = after if last is None else last.after
             interval = Interval(middle, lanes.label(*place), before, after)
             self.latest[place] = interval
             if 0 < after.time - before.time < _APART_S:
                 yield interval
-
-
-def _added(latest: Sample, samples: Sequence[Sample]) -> Sample:
-    """Return the sample of a device that several workers use."""
-    sums: dict[str, Any] = {name: sum(getattr(s, name) or 0 for s in samples) for name in _OWN}
-    taken = sum(sums[f"memory_{kind}"] for kind in ON_A_DEVICE)
-    others = max((latest.memory_total or 0) - (latest.memory_free or 0) - taken, 0)
-    now = tuple(dict.fromkeys(name for one in samples for name in one.tasks_now))
-    return replace(latest, **sums, memory_others=others, tasks_now=now)
 
 
 @dataclass(frozen=True, slots=True)

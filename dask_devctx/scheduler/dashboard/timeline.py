@@ -215,8 +215,8 @@ class Timeline:
 
 def _differ(one: str, other: str) -> bool:
     """Return whether two colours, such as #ff8000, are easily told apart."""
-    channels = [[int(colour[n : n + 2], 16) for n in (1, 3, 5)] for colour in (one, other)]
-    return sum(abs(a - b) for a, b in zip(*channels, strict=True)) > _ALIKE
+    places = (slice(n, n + 2) for n in (1, 3, 5))
+    return sum(abs(int(one[at], 16) - int(other[at], 16)) for at in places) > _ALIKE
 
 
 def _about_copy(host: str, row: Copy, batch: Batch) -> str:

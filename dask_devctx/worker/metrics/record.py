@@ -146,7 +146,8 @@ class Record:
             counts["slot_s"] += waited[0]
             counts["inputs_s"] += waited[1]
             counts["memory_s"] += waited[2]
-            counts["failed" if failed else "done"] += 1
+            for device in devices:
+                self._tallies[device].counts["failed" if failed else "done"] += 1
         else:
             self.without_device += 1
         if failed:

@@ -60,6 +60,7 @@ def test_the_state_is_printed_once(client: Client) -> None:
         time.sleep(1)
         text = run("top", address_of(client), "--once")
         found = json.loads(run("top", address_of(client), "--once", "--json").stdout)
+        by_tasks = run("top", address_of(client), "--once", "--sort", "tasks").stdout.splitlines()
     finally:
         stop.set()
         busy.join()
@@ -68,7 +69,10 @@ def test_the_state_is_printed_once(client: Client) -> None:
     assert head.startswith(f"{address_of(client)}: 4 devices of 2 workers, ")
     assert columns.split()[:5] == ["device", "worker", "use", "busy", "tasks/s"]
     assert [line.split()[0] for line in lines] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
-    assert max(map(len, text.stdout.splitlines())) <= 110
+    assert max(map(len, text.stdout.splitlines())) <= 120
+    assert columns.split()[-1] == "now"
+    assert lines[1].split()[-1] == "nap"
+    assert by_tasks[2].split()[0] == "cuda:1"
     one = next(device for device in found["devices"] if device["device_id"] == 1)
     assert one["uuid"] == Device(1).uuid
     assert one["done"] > 0

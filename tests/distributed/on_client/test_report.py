@@ -190,7 +190,7 @@ def test_a_task_of_two_devices_counts_on_both(tmp_path: Path) -> None:
     seconds = task.stop - task.start
     busy = {device.device_id: device.busy_s for device in found.devices}
     assert busy == pytest.approx({0: 0, 1: seconds, 2: 0, 3: seconds})
-    assert [device.done for device in found.devices] == [0, 1, 0, 0]
+    assert [device.done for device in found.devices] == [0, 1, 0, 1]
     name, done, _, busy_s, mean_ms, *_, on = prefixes.splitlines()[1].split()
     assert (name, done, on) == ("both", "1", "1,3")
     assert float(busy_s) == pytest.approx(2 * seconds, abs=0.006)
