@@ -16,9 +16,8 @@ from distributed.cli.dask_worker import main as dask_worker
 from dask_devctx import driver
 from dask_devctx.cli.connection import cluster_address, said, scheduler_address, usable_options
 from dask_devctx.client.arguments import NOT_NEEDED, UCX, set_up_ucx
-from dask_devctx.client.layout import lay_out, look_ahead
+from dask_devctx.client.layout import lay_out
 from dask_devctx.config.checks import key_of
-from dask_devctx.config.host_memory import fair_memory
 from dask_devctx.config.options import OPTION_NAMES, SETTINGS, Options, fold_rmm
 from dask_devctx.cuda import discovery
 
@@ -115,8 +114,7 @@ def _run(**given: Any) -> None:
         if method:
             settings["distributed.worker.multiprocessing-method"] = method
         with dask.config.set(settings):
-            options = usable_options()
-            layout = lay_out(options, n_workers, processes=given["nanny"], cluster=cluster)
+            layout = lay_out(usable_options(), n_workers, processes=given["nanny"], cluster=cluster)
     found = discovery.inventory(driver.backend())
     if found.source == "nvml" and found.problems:  # such as a wrong entry of CUDA_VISIBLE_DEVICES
         click.echo("\n".join(found.problems), err=True)
@@ -124,10 +122,9 @@ def _run(**given: Any) -> None:
         names = ", ".join(map(str, layout.free))
         click.echo(f"The workers use the devices that are free, {names}: {layout.held}", err=True)
     settings |= {f"devctx.{key_of(name)}": value for name, value in layout.options.items()}
-    given["nthreads"] = given["nthreads"] or look_ahead(layout.per_worker, options)
+    given["nthreads"] = given["nthreads"] or layout.nthreads
     if given["memory_limit"] == "auto":
-        together = layout.n_workers if options.shared else 1
-        given["memory_limit"] = fair_memory(layout.per_worker) // together
+        given["memory_limit"] = layout.memory_limit
     given["preload"] = ("dask_devctx", *given["preload"])
     assert dask_worker.callback is not None
     with dask.config.set(settings):

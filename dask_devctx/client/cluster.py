@@ -19,9 +19,8 @@ import dask
 from distributed.core import Status
 
 from dask_devctx.client.arguments import SETTINGS_OF_DASK_CUDA, has_nannies, without_dask_cudas
-from dask_devctx.client.layout import lay_out, look_ahead
+from dask_devctx.client.layout import lay_out
 from dask_devctx.config.checks import key_of
-from dask_devctx.config.host_memory import fair_memory
 from dask_devctx.config.options import OPTION_NAMES, Options, documents_options, takes_options
 from dask_devctx.config.packages import require_packages
 from dask_devctx.cuda.device import devices, html_table
@@ -134,12 +133,11 @@ class LocalDeviceCluster(WatchedCluster):
         self._plugin = plugin
         self._routing = DeviceRouting()
         if threads_per_worker is None:
-            threads_per_worker = look_ahead(layout.per_worker, plugin.options)
+            threads_per_worker = layout.nthreads
         else:
             _warn_of_threads(threads_per_worker, layout.per_worker, plugin.options)
         if "memory_limit" not in kwargs:
-            together = 1 if layout.share else max(layout.n_workers, 1)
-            kwargs["memory_limit"] = fair_memory(layout.share or len(layout.devices)) // together
+            kwargs["memory_limit"] = layout.memory_limit
         if has_nannies(kwargs):  # a plugin that is registered later leaves the devices as they are
             kwargs["config"] = _configuration(plugin.options, kwargs.get("config") or {})
             _refuse_unguarded_main()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dask_devctx import driver
-from dask_devctx.config.options import LOOK_AHEAD, Options
+from dask_devctx.config.options import LOOK_AHEAD, Options, fair_memory
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device, devices, named_devices
 from dask_devctx.cuda.inspection import can_export
@@ -20,41 +20,33 @@ from dask_devctx.plugin import held_devices
 
 @dataclass
 class Layout:
-    """The workers of a cluster on this machine.
+    """The workers of a cluster on this machine."""
 
-    Attributes
-    ----------
-    options
-        The options of the workers, with their devices.
-    devices
-        The devices that the cluster may use.
-    n_workers
-        How many workers it starts.
-    share
-        How many devices each worker has for itself; None for all of them.
-    free
-        The devices that no others hold now.
-    held
-        Who holds the others, as a text.
-    least
-        How many devices each worker needs at least; 0 where workers use the same ones.
-    divided
-        Whether the share follows from the number of workers.
-    """
-
-    options: Mapping[str, Any]
-    devices: tuple[Device, ...]
-    n_workers: int
-    share: int | None
-    free: tuple[Device, ...]
-    held: str
-    least: int
-    divided: bool
+    given: Options
+    options: Mapping[str, Any]  # those of the workers, with their devices
+    devices: tuple[Device, ...]  # that the cluster may use
+    n_workers: int  # how many it starts
+    share: int | None  # how many devices each worker has for itself; None for all of them
+    free: tuple[Device, ...]  # those that no others hold now
+    held: str  # who holds the others
+    least: int  # how many devices each worker needs; 0 where workers use the same ones
+    divided: bool  # whether the share follows from the number of workers
 
     @property
     def per_worker(self) -> int:
         """How many devices a worker uses."""
         return self.share or len(self.free)
+
+    @property
+    def nthreads(self) -> int:
+        """How many tasks dask gives a worker at a time."""
+        return LOOK_AHEAD * max(self.per_worker * self.given.tasks_per_device, 1)
+
+    @property
+    def memory_limit(self) -> int:
+        """The host memory of a worker, in bytes."""
+        together = 1 if self.share else max(self.n_workers, 1)  # workers that share devices
+        return fair_memory(self.per_worker) // together
 
     def check(self, n_workers: int) -> None:
         """Refuse more workers than have devices."""
@@ -123,7 +115,7 @@ def lay_out(
         )
     text = held_text({str(device): who for device, who in held.items()})
     least = int(processes and not options.shared)
-    layout = Layout(own, used, started, share, free, text, least, divided)
+    layout = Layout(options, own, used, started, share, free, text, least, divided)
     layout.check(started)
     return layout
 
@@ -135,11 +127,6 @@ def default_n_workers(used: Sequence[Device], options: Options, processes: bool)
     if options.devices_per_worker is not None:
         return max(len(used) // options.devices_per_worker, 1)
     return len(used) if options.ipc is not False and can_export(used) else 1
-
-
-def look_ahead(n_devices: int, options: Options) -> int:
-    """Return how many tasks dask gives a worker with so many devices at a time."""
-    return LOOK_AHEAD * max(n_devices * options.tasks_per_device, 1)
 
 
 def _held(

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Final, Literal, TypeVar
 
+import psutil
 from dask.typing import no_default
+from distributed.system import MEMORY_LIMIT
 
-from dask_devctx import config
+from dask_devctx import config, driver
 from dask_devctx.config.checks import (
     RMM,
     Check,
@@ -30,12 +32,22 @@ from dask_devctx.config.checks import (
     share_of_memory,
     whole_number,
 )
+from dask_devctx.cuda import discovery
 from dask_devctx.errors.base import nearest
 
 # A device's tasks run on the device's own threads. So a worker's `nthreads` only limits how many
 # tasks dask sends it ahead. If it is small, threads wait for the scheduler; if it is large, results
 # pile up before they are used.
 LOOK_AHEAD: Final = 8
+
+
+def fair_memory(n_devices: int) -> int:
+    """Return the bytes of host memory for workers that use so many of the machine's devices."""
+    found = discovery.inventory(driver.backend())
+    total = len(found.devices)
+    if psutil.virtual_memory().total <= MEMORY_LIMIT:
+        total += len(found.hidden)
+    return int(MEMORY_LIMIT * n_devices) // max(total, n_devices, 1)
 
 
 def _option(check: Check, *, configured: bool = True, default: object = None) -> Any:

@@ -1,14 +1,8 @@
 """The only package that uses undocumented parts of dask and distributed, and the check of them.
 
-All other packages call its functions and classes. Each module covers one place:
-:mod:`~dask_devctx.dask_internals.tasks`, :mod:`~dask_devctx.dask_internals.threads`,
-:mod:`~dask_devctx.dask_internals.worker`, :mod:`~dask_devctx.dask_internals.scheduler`,
-:mod:`~dask_devctx.dask_internals.cluster`, :mod:`~dask_devctx.dask_internals.serialization`,
-:mod:`~dask_devctx.dask_internals.graphs`, :mod:`~dask_devctx.dask_internals.shuffles` and
-:mod:`~dask_devctx.dask_internals.dashboard`.
-
-A release of dask may rename any of these parts. :func:`check` looks for every name before anything
-is changed. A release that lacks a name is refused with one clear error.
+All other packages call its functions and classes. A release of dask may rename any of these parts.
+So :func:`check` looks for every name before anything is changed, and a release that lacks a name is
+refused with one clear error.
 """
 
 from __future__ import annotations
@@ -16,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
+from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final
@@ -107,43 +102,20 @@ NAMES, OF_A_DASHBOARD = (
     tuple(f"{owner}{name}" for owner, names in table.items() for name in names.split())
     for table in (_BY_OWNER, _OF_A_DASHBOARD)
 )
-ON_A_WORKER: Final = [
-    "_deque_handler",
-    "_pending_plugins",
-    "executors[default]",
-    "executors[offload]",
-    "handlers[actor_attribute]",
-    "handlers[actor_execute]",
-    "handlers[get_data]",
-    "handlers[run]",
-    "handlers[run_coroutine]",
-    "memory_manager.data",
-    "memory_manager.memory_limit",
-    "metrics",
-    "nanny",
-    "periodic_callbacks[heartbeat]",
-    "state.actors",
-    "state.data",
-    "state.transfer_message_bytes_limit",
-    "stream_handlers[close]",
-    "stream_handlers[compute-task]",
-    "stream_handlers[free-keys]",
-    "stream_handlers[remove-worker]",
-]
-# For a worker with a memory limit: its data is a zict.Buffer.
-ON_SPILLING_DATA: Final = ("fast.n", "slow")
-ON_A_SCHEDULER: Final = [
-    "WORKER_SATURATION",
-    "handlers",
-    "handlers[processing]",
-    "handlers[unregister]",
-    "host_info",
-    "idle_task_count",
-    "rpc",
-    "running",
-    "stream_handlers[task-erred]",
-    "total_memory",
-]
+ON_A_WORKER, ON_A_SCHEDULER, ON_SPILLING_DATA = (
+    tuple(names.split())
+    for names in (
+        "_deque_handler _pending_plugins executors[default] executors[offload] "
+        "handlers[actor_attribute] handlers[actor_execute] handlers[get_data] handlers[run] "
+        "handlers[run_coroutine] memory_manager.data memory_manager.memory_limit metrics nanny "
+        "periodic_callbacks[heartbeat] state.actors state.data state.transfer_message_bytes_limit "
+        "stream_handlers[close] stream_handlers[compute-task] stream_handlers[free-keys] "
+        "stream_handlers[remove-worker]",
+        "WORKER_SATURATION handlers handlers[processing] handlers[unregister] host_info "
+        "idle_task_count rpc running stream_handlers[task-erred] total_memory",
+        "fast.n slow",  # of a worker with a memory limit: its data is a zict.Buffer
+    )
+)
 
 _STEP = re.compile(r"\.?(\w+)|\[([\w-]+)\]|(\(\))")
 
@@ -151,8 +123,7 @@ _STEP = re.compile(r"\.?(\w+)|\[([\w-]+)\]|(\(\))")
 @functools.cache
 def check() -> None:
     """Check every name that needs no worker and no scheduler; once in each process."""
-    for name in NAMES:
-        _find_in_module(name)
+    _find_in_modules(NAMES)
 
 
 def check_worker(worker: Worker) -> None:
@@ -160,25 +131,21 @@ def check_worker(worker: Worker) -> None:
     from zict import Buffer
 
     check()
-    for way in ON_A_WORKER:
-        _find(worker, way, "distributed.Worker")
+    _find(worker, ON_A_WORKER, "distributed.Worker")
     if isinstance(worker.data, Buffer):
-        for way in ON_SPILLING_DATA:
-            _find(worker.data, way, "distributed.Worker.data")
+        _find(worker.data, ON_SPILLING_DATA, "distributed.Worker.data")
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
     """Check every name that is used on a scheduler; raise as :func:`check` does."""
     check()
-    for way in ON_A_SCHEDULER:
-        _find(scheduler, way, "distributed.Scheduler")
+    _find(scheduler, ON_A_SCHEDULER, "distributed.Scheduler")
 
 
 def check_dashboard(scheduler: Scheduler) -> None:
     """Check every name that is used of a scheduler's dashboard; raise as :func:`check` does."""
-    for name in OF_A_DASHBOARD:
-        _find_in_module(name)
-    _find(scheduler, "http_application.applications", "distributed.Scheduler")
+    _find_in_modules(OF_A_DASHBOARD)
+    _find(scheduler, ["http_application.applications"], "distributed.Scheduler")
 
 
 def unsupported(name: str) -> UnsupportedDaskError:
@@ -193,28 +160,30 @@ def unsupported(name: str) -> UnsupportedDaskError:
     return UnsupportedDaskError(name, dask.__version__, distributed.__version__, ours)
 
 
-def _find_in_module(name: str) -> None:
-    module, _, way = name.partition(":")
-    try:
-        start: object = import_module(module)
-    except ImportError as error:
-        raise unsupported(name.replace(":", ".")) from error
-    _find(start, way, module)
-
-
-def _find(found: Any, way: str, start: str) -> None:
-    for attribute, key, call in _STEP.findall(way):
+def _find_in_modules(names: Iterable[str]) -> None:
+    for name in names:
+        module, _, way = name.partition(":")
         try:
-            if isinstance(found, type) and attribute:
-                found = _of_a_class(found, attribute)
-            elif attribute:
-                found = getattr(found, attribute)
-            elif key:
-                found = found[key]
-            elif call:
-                found = found()
-        except (AttributeError, LookupError, TypeError) as error:
-            raise unsupported(f"{start}.{way}") from error
+            start: object = import_module(module)
+        except ImportError as error:
+            raise unsupported(name.replace(":", ".")) from error
+        _find(start, [way], module)
+
+
+def _find(start: Any, ways: Iterable[str], name: str) -> None:
+    """Follow ways from an object, and raise for the first that leads nowhere."""
+    for way in ways:
+        found = start
+        for attribute, key, _ in _STEP.findall(way):
+            try:
+                if isinstance(found, type) and attribute:
+                    found = _of_a_class(found, attribute)
+                elif attribute:
+                    found = getattr(found, attribute)
+                else:
+                    found = found[key] if key else found()
+            except (AttributeError, LookupError, TypeError) as error:
+                raise unsupported(f"{name}.{way}") from error
 
 
 def _of_a_class(kind: type, name: str) -> Any:

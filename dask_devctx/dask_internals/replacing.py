@@ -25,6 +25,18 @@ def replaced(entries: MutableMapping[str, Any], name: str, value: object) -> Ite
 
 
 @contextmanager
+def changed(owner: Any, name: str, value: object) -> Iterator[None]:
+    """While it is open, an attribute of an object has another value."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if getattr(owner, name) == value:
+            setattr(owner, name, before)
+
+
+@contextmanager
 def in_place(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
     """While it is open, a wrapper is in the place of an attribute of a class or an object."""
     own = vars(owner).get(name, _MISSING)

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
+from operator import attrgetter
 from typing import Any
 
 from distributed import Scheduler, SchedulerPlugin, WorkerPlugin
@@ -120,7 +121,7 @@ def annotate(ts: Any, name: str, value: object) -> None:
 def schedule_again(scheduler: Scheduler, tasks: Iterable[Any]) -> None:
     """Let dask look again for a worker for each task that waits, the most urgent task first."""
     moves: dict[Hashable, str] = {}
-    for ts in sorted(tasks, key=_priority, reverse=True):  # dask takes the last first
+    for ts in sorted(tasks, key=attrgetter("priority"), reverse=True):  # dask takes the last first
         if ts.state == "no-worker":
             moves[ts.key] = "processing"
         elif ts.state == "queued" and (ts.worker_restrictions or ts.host_restrictions):
@@ -197,10 +198,6 @@ def may_leave(scheduler: Scheduler, key: Hashable, address: str) -> bool:
         return False
     valid = scheduler.valid_workers(ts)
     return valid is not None and all(ws.address != address for ws in valid)
-
-
-def _priority(ts: Any) -> Any:
-    return ts.priority
 
 
 def has_dashboard(scheduler: Scheduler) -> bool:

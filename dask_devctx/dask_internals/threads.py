@@ -47,22 +47,10 @@ def rejoin_if_seceded() -> None:
 
 
 class TaskThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
-    """dask's thread pool, with a queue that its subclass gives it.
+    """dask's thread pool, with a queue of :class:`Work` that its subclass gives it."""
 
-    Parameters
-    ----------
-    name
-        The prefix of the threads' names.
-    threads
-        The number of threads.
-    work
-        The queue of :class:`Work`, with ``put`` and ``get``. None in it ends the threads.
-
-    Notes
-    -----
-    dask recognizes a thread pool by the name of its class, which must contain
-    ``ThreadPoolExecutor``. The base class is distributed's, so that ``secede`` and ``rejoin`` work.
-    """
+    # dask recognizes a thread pool by the name of its class, which must contain
+    # "ThreadPoolExecutor". The base class is distributed's, so that `secede` and `rejoin` work.
 
     def __init__(self, name: str, threads: int, work: Any) -> None:
         super().__init__(threads, thread_name_prefix=name)

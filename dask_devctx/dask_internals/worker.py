@@ -8,7 +8,7 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from logging.handlers import QueueHandler
 from typing import Any
 
@@ -20,7 +20,7 @@ from distributed.utils import thread_state
 from zict import Buffer
 
 from dask_devctx.dask_internals import unsupported
-from dask_devctx.dask_internals.replacing import replaced
+from dask_devctx.dask_internals.replacing import changed, replaced
 
 _MISSING = object()
 
@@ -246,23 +246,14 @@ def _set_data(worker: Worker, data: MutableMapping[Any, Any]) -> None:
 _MESSAGE_NBYTES = 50_000_000
 
 
-@contextmanager
-def larger_messages(worker: Worker, nbytes: int) -> Iterator[None]:
+def larger_messages(worker: Worker, nbytes: int) -> AbstractContextManager[None]:
     """While it is open, a worker asks another one for up to so many bytes of values at once.
 
     A limit that the user configured does not change.
     """
-    state = worker.state
-    before = state.transfer_message_bytes_limit
-    if before != _MESSAGE_NBYTES or nbytes <= before:
-        yield
-        return
-    state.transfer_message_bytes_limit = nbytes
-    try:
-        yield
-    finally:
-        if state.transfer_message_bytes_limit == nbytes:
-            state.transfer_message_bytes_limit = before
+    before = worker.state.transfer_message_bytes_limit
+    nbytes = max(nbytes, before) if before == _MESSAGE_NBYTES else before
+    return changed(worker.state, "transfer_message_bytes_limit", nbytes)
 
 
 def has_automatic_limit(worker: Worker) -> bool:
@@ -276,17 +267,16 @@ def has_automatic_limit(worker: Worker) -> bool:
 def limited_memory(worker: Worker, nbytes: int) -> Iterator[None]:
     """While it is open, a worker has another limit of host memory; it spills and pauses by it."""
     manager = worker.memory_manager
-    before = manager.memory_limit
-    factor = nbytes / before
-    _limit(worker, nbytes, factor)
+    factor = nbytes / manager.memory_limit
     try:
-        yield
+        with changed(manager, "memory_limit", nbytes):
+            _scale_data(worker, factor)
+            yield
     finally:
-        if manager.memory_limit == nbytes:  # a limit that others set meanwhile stays
-            _limit(worker, before, 1 / factor)
+        if manager.memory_limit != nbytes:  # a limit that others set meanwhile stays
+            _scale_data(worker, 1 / factor)
 
 
-def _limit(worker: Worker, nbytes: int, factor: float) -> None:
-    worker.memory_manager.memory_limit = nbytes
+def _scale_data(worker: Worker, factor: float) -> None:
     if isinstance(worker.data, Buffer):
         worker.data.fast.n *= factor

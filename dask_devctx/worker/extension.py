@@ -12,8 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 from distributed import Worker
 
 from dask_devctx.annotations import Unannotated
-from dask_devctx.config.host_memory import fair_memory
-from dask_devctx.config.options import LOOK_AHEAD, Options, remembered_tasks
+from dask_devctx.config.options import LOOK_AHEAD, Options, fair_memory, remembered_tasks
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.dask_internals import check_worker

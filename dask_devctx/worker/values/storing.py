@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from distributed import Status, Worker
 
-from dask_devctx.config.host_memory import fair_memory
-from dask_devctx.config.options import Options
+from dask_devctx.config.options import Options, fair_memory
 from dask_devctx.config.packages import rmm_keeps_memory
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.worker import replaced_data, wrapped_handler
