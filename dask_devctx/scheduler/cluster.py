@@ -82,24 +82,15 @@ class WorkerDevices:
 
 @dataclass
 class Cluster:
-    """The workers that have joined, by the scheduler's addresses, and what is known of devices.
-
-    Attributes
-    ----------
-    present, left
-        The devices of workers that are there; and of those that left and may come back, with the
-        time.
-    unheard
-        The workers that have joined but not announced their devices yet, with the time of joining.
-    leaving
-        The workers that are about to leave for good.
-    """
+    """The workers that have joined, by the scheduler's addresses, and what is known of devices."""
 
     workers: set[str] = field(default_factory=set)
     present: dict[str, WorkerDevices] = field(default_factory=dict)
+    # Of workers that left and may come back, with the time.
     left: dict[str, tuple[WorkerDevices, float]] = field(default_factory=dict)
+    # The workers that have not announced their devices yet, with the time of joining.
     unheard: dict[str, float] = field(default_factory=dict)
-    leaving: set[str] = field(default_factory=set)
+    leaving: set[str] = field(default_factory=set)  # about to leave for good
     _early: dict[str, WorkerDevices] = field(default_factory=dict)
 
     def join(self, address: str, now: float) -> None:

@@ -35,21 +35,13 @@ class PastDevice(NamedTuple):
 
 
 class Counts:
-    """Counts outcomes of tasks on devices, and keeps the counts of workers that left.
-
-    Attributes
-    ----------
-    past
-        The devices of workers that left, by UUID.
-    used
-        The UUIDs of the devices that each worker used last, also if it left.
-    transfers
-        The sums of these workers' transfers, by source, destination and transport.
-    """
+    """Counts outcomes of tasks on devices, and keeps the counts of workers that left."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self.past: dict[str, PastDevice] = {}
+        self.past: dict[str, PastDevice] = {}  # of workers that left, by UUID
+        # The UUIDs of the devices that each worker used last, also if it left.
         self.used: dict[str, tuple[str, ...]] = {}
+        # The sums of workers that left, by source, destination and transport.
         self.transfers: dict[tuple[str, str, str], Transfer] = {}
         self._scheduler = scheduler
         # The tasks that ended well and that failed, and their seconds, by worker and UUID.

@@ -40,7 +40,7 @@ _TIMEOUT_S: Final = 5.0
 # The rows of all workers that are kept, and the samples of each device.
 _ROWS: Final = 50_000
 _SAMPLES: Final = 600
-# How many workers that left are remembered.
+# How many workers that left are remembered, with their rows.
 _GONE: Final = 100
 # The longest text of an incident.
 _TEXT: Final = 2_000
@@ -81,26 +81,18 @@ class DeviceHistory:
 
     Call all methods on the scheduler's event loop. ``addresses`` returns the addresses of the
     workers that have devices.
-
-    Attributes
-    ----------
-    samples
-        The latest samples of each device, the oldest first, by worker and UUID.
-    devices, workers
-        The devices, by worker and UUID; and the workers of all rows, by address.
-    patience_s
-        How long the collection continues after the last reading.
     """
 
     def __init__(self, scheduler: Scheduler, addresses: Callable[[], Collection[str]]) -> None:
+        # The latest samples, the oldest first, and the devices: both by worker and UUID.
         self.samples: dict[tuple[str, str], deque[Sample]] = {}
         self.devices: dict[tuple[str, str], KnownDevice] = {}
-        self.workers: dict[str, KnownWorker] = {}
+        self.workers: dict[str, KnownWorker] = {}  # those of all rows, by address
         self._scheduler = scheduler
         self._addresses = addresses
         self._rows: deque[tuple[str, TaskRun | Copy | Incident]] = deque(maxlen=_ROWS)
         self._total = 0
-        self.patience_s = 5.0
+        self.patience_s = 5.0  # the collection goes on so long after the last reading
         self._read_at = 0.0
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._looking = PeriodicCallback(self._look, _INTERVAL_S * 1000)
@@ -137,7 +129,7 @@ class DeviceHistory:
         """Return the rows since a number that were collected already."""
         first = self._total - len(self._rows)
         begin = min(max(since, first), self._total)
-        rows = list(islice(self._rows, begin - first, None))
+        rows = [row for row in islice(self._rows, begin - first, None) if row[0] in self.workers]
         return Reading(rows, self._total, max(begin - since, 0))
 
     async def collect(self) -> None:
@@ -153,25 +145,16 @@ class DeviceHistory:
             return
         known.present = False
         self.workers[address] = known  # at the end: the first ones left first
-        self._prune()
-
-    def _prune(self) -> None:
-        """Forget the workers that left long ago, but for those of rows."""
         gone = [address for address, one in self.workers.items() if not one.present]
-        if len(gone) <= _GONE:
-            return
-        named = {worker for worker, _ in self._rows}
-        first = set(gone[: len(gone) // 2])
-        self.samples = {key: rows for key, rows in self.samples.items() if key[0] not in first}
-        self.devices = {key: one for key, one in self.devices.items() if key[0] not in first}
-        for address in first - named:
-            del self.workers[address]
+        for first in gone[:-_GONE]:
+            del self.workers[first]
+            self.samples = {key: rows for key, rows in self.samples.items() if key[0] != first}
+            self.devices = {key: one for key, one in self.devices.items() if key[0] != first}
 
     def failed(self, worker: str, failure: Failure) -> None:
         """Keep the failure of a worker's devices: the worker ends before it is asked."""
         self._known(worker)
         self._keep(worker, Incident(ACTION, time(), failure.device, text=failure.error[:_TEXT]))
-        self._prune()
 
     # -- collecting
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -29,7 +30,7 @@ from dask_devctx.errors import DevicesInUseError, LockDirectoryError, WorkerSetu
 from dask_devctx.scheduler.actors import ActorDevices
 from dask_devctx.scheduler.cluster import Cluster, WorkerDevices
 from dask_devctx.scheduler.counts import Counts
-from dask_devctx.scheduler.dashboard import DevicePages
+from dask_devctx.scheduler.dashboard import device_pages
 from dask_devctx.scheduler.history import DeviceHistory
 from dask_devctx.scheduler.messages import (
     ACTION,
@@ -114,7 +115,8 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             self._cluster, lambda host: internals.addresses_at(scheduler, host)
         )
         self._actors = ActorDevices(scheduler, self._cluster)
-        self._pages = DevicePages(scheduler)
+        self._pages = ExitStack()  # open while any worker uses devices
+        self._has_pages = False
         self.history = DeviceHistory(scheduler, lambda: self._cluster.using)
         self.counts = Counts(scheduler)
         for address in scheduler.workers:
@@ -143,7 +145,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         """Stop answering the workers' messages."""
         internals.answer_no_more(self.scheduler, self._handlers)
         self._actors.close()
-        self._pages.close()
+        self._close_pages()
         self.history.close()
 
     def update_graph(
@@ -188,7 +190,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self._cluster.join(worker, time())
         self.counts.joined(worker)
         if worker in self._cluster.present:
-            self._pages.open()
+            self._open_pages()
         else:
             self._look_again_later()
         self._review()
@@ -252,7 +254,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         )
         self._cluster.announce(address, devices)
         if address in self._cluster.workers:
-            self._pages.open()
+            self._open_pages()
             self.counts.announced(address, devices.used)
             if memory_limit is not None:
                 internals.set_memory_limit(self.scheduler, address, memory_limit)
@@ -264,7 +266,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self._cluster.withdraw(address)
         if not self._cluster.using:
             self.counts.forget_all()
-            self._pages.close()
+            self._close_pages()
         self._review()
         self._actors.forget(address)
 
@@ -305,6 +307,16 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             group = restricted.note(ts, wanted)
             if restricted.are_for_nobody(group):
                 internals.annotate(ts, PRESENT, self._cluster.shown())
+
+    def _open_pages(self) -> None:
+        if not self._has_pages:
+            self._has_pages = True
+            self._pages.enter_context(device_pages(self.scheduler))
+
+    def _close_pages(self) -> None:
+        """Remove the pages; one that somebody looks at changes no more."""
+        self._has_pages = False
+        self._pages.close()
 
     def _review(self) -> None:
         """Bring all restrictions up to date, and let dask look again for workers."""

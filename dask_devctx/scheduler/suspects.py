@@ -37,19 +37,14 @@ class SuspectTasks:
     A task that may run again is watched then, at most ``allowed-failures`` times. The next worker
     fails all others with the error of the device, without a call of them. Marks are annotations: so
     they outlive the worker that named the tasks, and last as long as the scheduler knows the task.
-
-    Attributes
-    ----------
-    latest
-        The latest failures: the worker, the time, and the fields of the error of each.
-    failed_workers, refused
-        The fields of each failed worker's error, and the keys of tasks that are refused. While both
-        are empty, :meth:`moved` has nothing to do.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
+        # The latest failures: the worker, the time, and the fields of the error of each.
         self.latest: deque[tuple[str, float, tuple[Any, ...]]] = deque(maxlen=_LATEST)
         self._scheduler = scheduler
+        # The fields of each failed worker's error, and the tasks that are refused. While both are
+        # empty, `moved` has nothing to do.
         self.failed_workers: dict[str, tuple[Any, ...]] = {}
         self.refused: set[Hashable] = set()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 
 from distributed import Scheduler
 
@@ -14,43 +14,20 @@ from dask_devctx.errors import UnsupportedDaskError
 logger = logging.getLogger(__name__)
 
 
-class DevicePages:
-    """While it is open, a scheduler's dashboard has the pages of the devices.
+def device_pages(scheduler: Scheduler) -> AbstractContextManager[None]:
+    """Return a context manager; while it is open, a scheduler's dashboard has the pages.
 
-    Parameters
-    ----------
-    scheduler
-        The scheduler, on whose event loop all methods are called.
-
-    Notes
-    -----
     A scheduler without a dashboard, for example because Bokeh is missing, stays as it is. The same
     holds for one whose distributed lacks a name that the pages need: its log says so.
     """
+    if not has_dashboard(scheduler):
+        logger.debug("The scheduler shows no dashboard, so that there is no page /devices")
+        return nullcontext()
+    try:
+        check_dashboard(scheduler)
+    except UnsupportedDaskError as error:
+        logger.warning("The dashboard gets no page /devices: %s", error)
+        return nullcontext()
+    from dask_devctx.scheduler.dashboard.page import shown  # imports Bokeh
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._opened: ExitStack | None = None
-
-    def open(self) -> None:
-        """Add the pages, unless they are there already."""
-        if self._opened is not None:
-            return
-        self._opened = ExitStack()
-        if not has_dashboard(self._scheduler):
-            logger.debug("The scheduler shows no dashboard, so that there is no page /devices")
-            return
-        try:
-            check_dashboard(self._scheduler)
-        except UnsupportedDaskError as error:
-            logger.warning("The dashboard gets no page /devices: %s", error)
-            return
-        from dask_devctx.scheduler.dashboard.page import shown  # imports Bokeh
-
-        self._opened.enter_context(shown(self._scheduler))
-
-    def close(self) -> None:
-        """Remove the pages; a page that somebody looks at changes no more."""
-        if self._opened is not None:
-            self._opened.close()
-            self._opened = None
+    return shown(scheduler)
