@@ -46,6 +46,7 @@ class _Addresses(NamedTuple):
     exchange: int
     probe: int
     query: int
+    record_event: int
     record: int  # 0 where the driver is too old for it
     capturing: int  # this, and the next: 0 where the driver does not tell them
     idle: int
@@ -66,12 +67,14 @@ class Look:
         address = self._checked.address
         exchange = address("cuThreadExchangeStreamCaptureMode", 10010)
         probe, query = address("cuMemFree", 3020), address("cuEventQuery", 2000)
-        if invoke_relaxed is None or not (exchange and probe and query):
+        record = address("cuEventRecord", 2000)
+        if invoke_relaxed is None or not (exchange and probe and query and record):
             return None
         return _Addresses(
             exchange,
             probe,
             query,
+            record,
             record=address("cuCtxRecordEvent", 12050) or 0,
             capturing=address("cuStreamIsCapturing", 10000) or 0,
             idle=address("cuStreamQuery", 2000) or 0,
@@ -102,6 +105,25 @@ class Look:
         """Return whether the legacy default stream is idle; False where it cannot be asked."""
         by = self._addresses
         return by is not None and self._refused_by_legacy(by) is None
+
+    def reached(self, event: int) -> bool | None:
+        """Return whether an event was reached; None where its function's address is not told."""
+        by = self._addresses
+        if by is None:
+            return None
+        failed = invoke_relaxed(by.exchange, by.query, event, 0)
+        if failed is None or failed == (by.query, statuses.NOT_READY):
+            return failed is None
+        raise self._checked.error("cuEventQuery", failed[1])
+
+    def record_if_idle(self, event: int) -> bool:
+        """Record an event in the legacy stream if that is idle; return whether it did."""
+        by = self._addresses
+        if by is None or not (by.capturing and by.idle):
+            return False
+        captured = by.capturing, LEGACY_STREAM, self._answer.buffer_info()[0]
+        recorded = by.record_event, event, LEGACY_STREAM
+        return invoke_relaxed(by.exchange, *captured, by.idle, LEGACY_STREAM, 0, *recorded) is None
 
     def _refused_by_legacy(self, by: _Addresses) -> int | None:
         """Return None if the legacy stream is idle, or else the call that does not say so."""

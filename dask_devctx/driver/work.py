@@ -71,11 +71,12 @@ class WorkCalls:
 
     def event_record_unless_captured(self, event: int, stream: int) -> bool:
         """Do as :meth:`event_record`; False where that would spoil or join a graph's capture."""
-        at_once = stream == LEGACY_STREAM and self.look.is_legacy_idle()
-        if not at_once and self.is_capturing(stream):
+        if stream == LEGACY_STREAM and self.look.record_if_idle(event):
+            return True
+        if self.is_capturing(stream):
             return False
         try:
-            self.event_record(event, stream, at_once=at_once)
+            self.event_record(event, stream)
         except DriverError as error:
             if error.code != statuses.CAPTURE_IMPLICIT:  # a capture began just now
                 raise
@@ -100,8 +101,11 @@ class WorkCalls:
         raise self._error("cuCtxRecordEvent", status)
 
     def event_done(self, event: int) -> bool:
-        status = self._status("cuEventQuery", 2000, event)
-        if status is None:
+        """Return whether the work before the event is done; it need not have been recorded."""
+        reached = self.look.reached(event)
+        if reached is not None:
+            return reached
+        with RelaxedCapture(self):
             (status,) = self.driver.cuEventQuery(self.types.CUevent(event))
         if int(status) == statuses.NOT_READY:
             return False

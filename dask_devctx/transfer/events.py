@@ -19,7 +19,7 @@ from typing import Any, Final, Self
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver.process_lock import ProcessLock
-from dask_devctx.driver.relaxed import LEGACY_STREAM, PER_THREAD_STREAM, RelaxedCapture
+from dask_devctx.driver.relaxed import LEGACY_STREAM, PER_THREAD_STREAM
 from dask_devctx.errors import DevctxError, DriverError
 from dask_devctx.transfer.location import nbytes_by_device
 
@@ -127,8 +127,7 @@ class Event:
 
     def done(self) -> bool:
         """Return whether the device has reached the event."""
-        with RelaxedCapture(self._calls):
-            return self._calls.event_done(self._handle)
+        return self._calls.event_done(self._handle)
 
     def seconds_since(self, other: Event) -> float:
         """Return the device's time between two timed events that it has reached."""
