@@ -65,6 +65,7 @@ __all__ = [
     "LockDirectoryError",
     "NotEnoughDevicesError",
     "PrimaryContext",
+    "SimulatedArray",
     "StreamPriorityRange",
     "UnsupportedDaskError",
     "ValueNotMovableError",

@@ -265,7 +265,11 @@ class SimulatedArray(NDArrayOperatorsMixin):
     # -- text, size and pickle
 
     def __repr__(self) -> str:
-        return f"<SimulatedArray {self.dtype}{list(self.shape)} on {self._device}>"
+        value = "" if self.ndim else f" {self._data}"  # NumPy's, whatever state the device is in
+        return f"<SimulatedArray{value} {self.dtype}{list(self.shape)} on {self._device}>"
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if spec and not self.ndim else format(repr(self), spec)
 
     def __sizeof__(self) -> int:
         # dask asks this of an unknown type. The answer has the device's bytes, as CuPy's does.

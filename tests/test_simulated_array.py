@@ -251,3 +251,10 @@ def test_dask_array_computes_on_chunks_of_it(host, compute):
     got = compute(x).compute(scheduler="sync")
     assert isinstance(got, SimulatedArray)
     np.testing.assert_allclose(got.get(), compute(host), rtol=1e-6)
+
+
+def test_a_scalar_shows_its_value():
+    x = on(1, np.array(20.5))
+    assert repr(x) == "<SimulatedArray 20.5 float64[] on cuda:1>"
+    assert (f"{x:.3f}", f"{x}") == ("20.500", repr(x))
+    assert repr(on(1, np.zeros(3))) == "<SimulatedArray float64[3] on cuda:1>"

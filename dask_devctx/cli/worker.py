@@ -26,8 +26,8 @@ _HELP = """Start workers on this machine, which use its GPUs.
 The workers join the scheduler at SCHEDULER, or that of --scheduler-file. By default there is a
 worker for each GPU that no other cluster of yours holds, with a nanny that starts it again. The
 number of threads follows from the GPUs.
-Each option of the first list has a key in dask's configuration, too, such as
-devctx.tasks-per-device. Arguments after -- go to the modules of --preload.
+Each option of a device has a key in dask's configuration, too, such as devctx.tasks-per-device.
+Arguments after -- go to the modules of --preload.
 
 The exit status is 0 after Ctrl-C or SIGTERM, 1 if a worker cannot start, and 2 for wrong options.
 """
@@ -41,6 +41,12 @@ Examples:
       --rmm-allocator-external-lib-list cupy,torch
 """
 
+_EVERYDAY: Final = (
+    *("scheduler_file", "devices", "n_workers", "tasks_per_device", "device_memory_limit"),
+    *("memory_limit", "nthreads", "name", "local_directory", "help"),
+)
+_COMPATIBLE: Final = "RMM, cuDF and UCX, as with dask-cuda"
+_THEIRS: Final = "Options of dask worker"
 # dask's options that have another meaning or default here.
 _OURS_TOO: Final = {"n_workers", "nthreads"}
 # An option that is a function has no text.
@@ -81,18 +87,28 @@ def option_names() -> list[str]:
 
 
 class _Worker(click.Command):
-    """A command whose help has the plugin's options first, then those of ``dask worker``."""
+    """A command whose help has the everyday options first, and the others in groups."""
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        theirs = {param.name for param in dask_worker.params} - _OURS_TOO
-        rows: dict[bool, list[tuple[str, str]]] = {False: [], True: []}
-        for param in self.get_params(context):
-            row = param.get_help_record(context)
-            if row is not None:
-                rows[param.name in theirs].append(row)
-        for is_theirs, title in ((False, "Options"), (True, "Options of dask worker")):
+        groups: dict[str, list[tuple[str, str]]] = {
+            title: [] for title in ("Everyday options", "Devices", _COMPATIBLE, _THEIRS)
+        }
+        order = {name: n for n, name in enumerate(_EVERYDAY)}
+        for param in sorted(self.get_params(context), key=lambda one: order.get(one.name, 99)):
+            if record := param.get_help_record(context):
+                groups[_group(param.name)].append(record)
+        for title, records in groups.items():
             with formatter.section(title):
-                formatter.write_dl(rows[is_theirs])
+                formatter.write_dl(records)
+
+
+def _group(name: str | None) -> str:
+    """Return the title of an option's group in the help."""
+    if name in _EVERYDAY:
+        return "Everyday options"
+    if name in _DASK_CUDAS or name in UCX or name in _ACCEPTED:
+        return _COMPATIBLE
+    return "Devices" if name in OPTION_NAMES else _THEIRS
 
 
 def _run(**given: Any) -> None:

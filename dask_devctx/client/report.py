@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, astuple, dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import InitVar, asdict, astuple, dataclass, field
 from typing import Any, Literal
 
 from distributed import Client, Scheduler, Worker
@@ -16,7 +16,6 @@ from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.counts import PastDevice
 from dask_devctx.scheduler.rows import (
     DeviceCounts,
-    RefusedTask,
     TaskRun,
     Transfer,
     added,
@@ -44,10 +43,21 @@ class ReportedTask(TaskRun):
 
 
 @dataclass(frozen=True, slots=True)
-class ReportedRefusal(RefusedTask):
-    """A task that failed before it had a device, and its worker's address."""
+class ReportedRefusal:
+    """A task that failed before it had a device, for example because no worker has the device.
 
-    worker: str = ""
+    Parameters
+    ----------
+    key, prefix
+        Its key, and the common name of tasks of its kind.
+    reason, worker
+        The error as text, and its worker's address.
+    """
+
+    key: Hashable
+    prefix: str
+    reason: str
+    worker: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,19 +268,15 @@ async def _report(client: Client, by: By) -> Report:
         for w, one in found
         for row in one["devices"]
     ]
-    transfers = [
-        ReportedTransfer(**known(Transfer, row), worker=w)
-        for w, one in found
-        for row in one["transfers"]
-    ]
-    transfers += [ReportedTransfer(*astuple(one)) for one in moved.values()]
+    transfers = [(w, known(Transfer, row)) for w, one in found for row in one["transfers"]]
+    transfers += [("", asdict(one)) for one in moved.values()]
     return Report(
         [task for task in tasks if task.uuid is not None],
         _with_past(devices, past),
         [ReportedRefusal(*(*task[:3], w)) for w, one in found for task in one["refused"]],
         workers,
         silent,
-        transfers,
+        [ReportedTransfer(**row, worker=w) for w, row in transfers],
         waiting={w: text for w, one in found if (text := one.get("waiting"))},
         without_device=[task for task in tasks if task.uuid is None],
         hosted=sum(one["without_device"] for _, one in found),
@@ -282,11 +288,9 @@ async def _report(client: Client, by: By) -> Report:
 
 
 def _task(run: Sequence[Any], worker: str, more: Sequence[int]) -> ReportedTask:
-    # A row may lack its last fields.
-    found: dict[str, Any] = dict(zip(TaskRun.__slots__, run, strict=False))
-    first = found["device_id"]
-    device_ids = () if first is None else (first, *more)
-    return ReportedTask(**found, worker=worker, device_ids=device_ids)
+    first = run[TaskRun.__slots__.index("device_id")]  # a row may lack its last fields
+    own: Any = {"worker": worker, "device_ids": () if first is None else (first, *more)}
+    return ReportedTask(*run, **own)
 
 
 def _with_past(
@@ -307,23 +311,17 @@ def _of_scheduler(dask_scheduler: Scheduler) -> Any:
     routing = dask_scheduler.plugins.get("devctx-routing")
     if routing is None:
         return {}, {}, [], {}, []
-    unplaced: Counter[tuple[str, str]] = Counter()
-    for ts in dask_scheduler.unrunnable:
-        if ts.resource_restrictions:
-            unplaced[ts.prefix.name, f"resources={ts.resource_restrictions}"] += 1
-    lost = [
-        (
-            event["worker"],
-            at,
-            routing.counts.used.get(event["worker"], ()),
-            len(event["processing-tasks"]),
-            len(event["lost-computed-tasks"]),
-        )
-        for at, event in dask_scheduler.get_events("all")
-        if isinstance(event, dict)
-        and event.get("action") == "remove-worker"
-        and not event["expected"]
-    ]
+    unplaced = Counter(
+        (ts.prefix.name, f"resources={ts.resource_restrictions}")
+        for ts in dask_scheduler.unrunnable
+        if ts.resource_restrictions
+    )
+    lost, used = [], routing.counts.used
+    for at, event in dask_scheduler.get_events("all"):
+        is_left = isinstance(event, dict) and event.get("action") == "remove-worker"
+        if is_left and not event["expected"]:
+            worker, kinds = event["worker"], ("processing-tasks", "lost-computed-tasks")
+            lost.append((worker, at, used.get(worker, ()), *(len(event[k]) for k in kinds)))
     failures = [(worker, at, *row[:3], tuple(row[4])) for worker, at, row in routing.failures]
     return routing.counts.past, routing.counts.transfers, lost[-5:], dict(unplaced), failures
 

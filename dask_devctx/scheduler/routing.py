@@ -115,8 +115,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             self._cluster, lambda host: internals.addresses_at(scheduler, host)
         )
         self._actors = ActorDevices(scheduler, self._cluster)
-        self._pages = ExitStack()  # open while any worker uses devices
-        self._has_pages = False
+        self._pages: ExitStack | None = None  # while any worker uses devices
         self.history = DeviceHistory(scheduler, lambda: self._cluster.using)
         self.counts = Counts(scheduler)
         for address in scheduler.workers:
@@ -189,9 +188,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         self._cluster.join(worker, time())
         self.counts.joined(worker)
-        if worker in self._cluster.present:
-            self._open_pages()
-        else:
+        if worker not in self._cluster.present:
             self._look_again_later()
         self._review()
 
@@ -254,7 +251,6 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         )
         self._cluster.announce(address, devices)
         if address in self._cluster.workers:
-            self._open_pages()
             self.counts.announced(address, devices.used)
             if memory_limit is not None:
                 internals.set_memory_limit(self.scheduler, address, memory_limit)
@@ -308,20 +304,19 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             if restricted.are_for_nobody(group):
                 internals.annotate(ts, PRESENT, self._cluster.shown())
 
-    def _open_pages(self) -> None:
-        if not self._has_pages:
-            self._has_pages = True
-            self._pages.enter_context(device_pages(self.scheduler))
-
     def _close_pages(self) -> None:
         """Remove the pages; one that somebody looks at changes no more."""
-        self._has_pages = False
-        self._pages.close()
+        if self._pages is not None:
+            self._pages.close()
+            self._pages = None
 
     def _review(self) -> None:
         """Bring all restrictions up to date, and let dask look again for workers."""
         internals.schedule_again(self.scheduler, self._restricted.review())
         self._actors.review()
+        if self._pages is None and self._cluster.using:
+            self._pages = ExitStack()
+            self._pages.enter_context(device_pages(self.scheduler))
 
     def _look_again_later(self) -> None:
         self.scheduler.loop.call_later(self._grace_s + 0.01, self._stop_waiting)

@@ -107,25 +107,6 @@ class Incident:
 
 
 @dataclass(frozen=True, slots=True)
-class RefusedTask:
-    """One task that failed before it had a device, for example because no worker has the device.
-
-    Parameters
-    ----------
-    key
-        Its key.
-    prefix
-        The common name of tasks of its kind.
-    reason
-        The error as text.
-    """
-
-    key: Hashable
-    prefix: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class DeviceCounts:
     """One device of one worker: its tasks, its memory and its load.
 

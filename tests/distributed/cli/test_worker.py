@@ -72,6 +72,19 @@ def test_it_has_every_option_of_the_plugin_but_functions() -> None:
     assert not re.search("[`:]class|``", shown)
 
 
+def test_the_help_begins_with_everyday_options() -> None:
+    shown = CliRunner().invoke(devctx, ["worker", "--help"]).stdout
+    titles = re.findall(r"^(\w.*):$", shown, re.M)
+    assert titles[:2] == ["Everyday options", "Devices"]
+    assert titles[-1] == "Options of dask worker"
+    everyday = shown.partition("Everyday options:")[2].partition("Devices:")[0]
+    assert re.findall(r"^  (--[\w-]+)", everyday, re.M)[:3] == [
+        "--scheduler-file",
+        "--devices",
+        "--n-workers",
+    ]
+
+
 def test_the_examples_of_the_help_are_right() -> None:
     text = (worker.epilog or "").replace("\\\n", " ")
     examples = re.findall("^  dask devctx worker (.*)$", text, re.M)
