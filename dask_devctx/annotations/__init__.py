@@ -4,30 +4,312 @@
 each, and ``device_memory`` reserves bytes on each.
 """
 
-from dask_devctx.annotations.names import DEVICE, DEVICES, MEMORY, NAMES, SHARE
-from dask_devctx.annotations.request import (
-    ANY_DEVICE,
-    HOST_ONLY,
-    Request,
-    Unannotated,
-    answer,
-    carried_device,
-    not_an_annotation,
-    requested_device,
-)
+from __future__ import annotations
 
-__all__ = [
-    "ANY_DEVICE",
-    "DEVICE",
-    "DEVICES",
-    "HOST_ONLY",
-    "MEMORY",
-    "NAMES",
-    "SHARE",
-    "Request",
-    "Unannotated",
-    "answer",
-    "carried_device",
-    "not_an_annotation",
-    "requested_device",
-]
+import functools
+import math
+import operator
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple, TypeGuard
+
+from dask.utils import parse_bytes
+from distributed.protocol import pickle
+
+from dask_devctx.cuda import naming
+from dask_devctx.cuda.naming import ACCEPTED, AUTO, CURRENT, NO_DEVICE
+
+DEVICE: Final = "device"
+DEVICES: Final = "devices"
+SHARE: Final = "device_share"
+MEMORY: Final = "device_memory"
+
+NAMES: Final = frozenset({DEVICE, DEVICES, SHARE, MEMORY})
+
+Unannotated = Literal["assign", "leave"]
+ALL: Final = "all"
+_BEYOND_ONE: Final = NAMES - {DEVICE}
+
+
+class Request(NamedTuple):
+    """The devices that a task asks for; the names of devices are not checked yet."""
+
+    names: tuple[Any, ...] = ()
+    number: int | None = 1
+    share: float | None = None
+    nbytes: int | None = None
+    plain: bool = False
+
+    @property
+    def name(self) -> Any:
+        """The one device that it asks for, as an argument for ``Device``; "auto" for any."""
+        return self.names[0] if self.names else AUTO
+
+    @property
+    def any_device(self) -> bool:
+        """Whether the worker chooses the devices."""
+        return not self.names and self.number is not None
+
+    def __str__(self) -> str:
+        devices = f"devices={list(self.names)!r}" if self.names else f"devices={self.number or ALL}"
+        share = "" if self.share is None else f", {SHARE}={self.share:g}"
+        memory = "" if self.nbytes is None else f", {MEMORY}={self.nbytes}"
+        return devices + share + memory
+
+
+# Compare with `is`: each request that says the same as one of these is this object.
+ANY_DEVICE: Final = Request(plain=True)
+HOST_ONLY: Final = Request(number=0, plain=True)
+
+
+def carried_device(task: object) -> object:
+    """Return the device that a task's function carries by ``on_device(...)(fn)``, or None."""
+    fn = getattr(task, "func", None)
+    return fn.which if getattr(type(fn), "carries_device", False) else None  # type: ignore[union-attr]
+
+
+def requested_device(
+    annotations: Mapping[str, Any] | None,
+    key: Hashable,
+    unannotated: Unannotated,
+    task: object = None,
+) -> Request:
+    """Return what a task asks for; an annotation takes precedence over the task's function."""
+    carried = carried_device(task)
+    if annotations and not _BEYOND_ONE.isdisjoint(annotations):
+        return _read(annotations, key, carried)
+    if annotations and DEVICE in annotations:
+        asked = _of_one(_said(annotations, DEVICE, key))
+        if carried is None or asked is not ANY_DEVICE:
+            return asked
+    elif carried is None:
+        return ANY_DEVICE if unannotated == "assign" else HOST_ONLY
+    return _carried(carried)
+
+
+def _carried(given: object) -> Request:
+    if isinstance(given, list | tuple):
+        return Request(tuple(given), len(given))
+    return _of_one(given)
+
+
+def _of_one(wanted: Any) -> Request:
+    if wanted is None:
+        return HOST_ONLY
+    if wanted.__class__ is int or isinstance(wanted, str):
+        return _known(wanted)
+    return Request((wanted,), plain=True)
+
+
+@functools.lru_cache(typed=True)
+def _known(wanted: int | str) -> Request:
+    if wanted == NO_DEVICE:
+        return HOST_ONLY
+    # A task's current device is the device that it gets.
+    return ANY_DEVICE if wanted == AUTO or wanted in CURRENT else Request((wanted,), plain=True)
+
+
+def _read(annotations: Mapping[str, Any], key: Hashable, carried: object) -> Request:
+    """Return the request of a task with other annotations than ``device`` alone."""
+    one, several = _said(annotations, DEVICE, key), _said(annotations, DEVICES, key)
+    share, memory = _said(annotations, SHARE, key), _said(annotations, MEMORY, key)
+    if DEVICE in annotations and DEVICES in annotations:
+        raise ValueError(
+            f"the annotations {DEVICE!r} and {DEVICES!r} exclude each other, got "
+            f"{DEVICE}={one!r} and {DEVICES}={several!r}. Give {DEVICE} for one device, {DEVICES} "
+            "for several at once"
+        )
+    if DEVICES in annotations:
+        asked = HOST_ONLY if several is None else _several(several)
+    else:
+        asked = _of_one(one) if DEVICE in annotations else ANY_DEVICE
+    if asked is HOST_ONLY:
+        if share is not None or memory is not None:
+            raise ValueError(
+                f"the task asks for no device ({DEVICE}=None), and for a part of one "
+                f"({SHARE}={share!r}, {MEMORY}={memory!r}). Leave one of them out"
+            )
+        return HOST_ONLY
+    if carried is not None and not asked.names:
+        held = _carried(carried)
+        if held.names and (DEVICES not in annotations or asked.number == held.number):
+            asked = held
+    return Request(asked.names, asked.number, _share(share), _nbytes(memory))
+
+
+# -- functions as annotations: each is called with a task's key, and answers for this task
+
+
+def answer(annotations: Mapping[str, Any] | None, key: Hashable) -> Mapping[str, Any] | None:
+    """Return a task's annotations, with each function replaced by its answer."""
+    # The scheduler calls this once, so that the worker that it chooses for the device runs the task
+    # there. An exception of the function takes its place, and the worker fails the task with it.
+    if not annotations:
+        return annotations
+    asked = [name for name in NAMES & annotations.keys() if _is_function(annotations[name])]
+    if not asked:
+        return annotations
+    given = {name: _answer_of(name, annotations[name], key) for name in asked}
+    return {
+        **annotations,
+        **{n: v if _can_be_sent(v) else _unsendable(n, v) for n, v in given.items()},
+    }
+
+
+def _said(annotations: Mapping[str, Any], name: str, key: Hashable) -> Any:
+    given = annotations.get(name)
+    if _is_function(given):
+        given = _answer_of(name, given, key)
+    if isinstance(given, Exception):  # the function raised it
+        raise given
+    return given
+
+
+def _is_function(wanted: object) -> TypeGuard[Callable[[Hashable], object]]:
+    return callable(wanted) and not isinstance(wanted, type)
+
+
+def _answer_of(name: str, function: Callable[[Hashable], object], key: Hashable) -> object:
+    """Return the answer of an annotation's function for a task, or the exception it raises."""
+    try:
+        given = function(key)
+    except Exception as error:
+        shown = getattr(function, "__qualname__", type(function).__qualname__)
+        error.add_note(
+            f"Raised by the function {shown} in the annotation {name!r}, which is asked for the "
+            f"device of the task {key!r}"
+        )
+        return error.with_traceback(None)
+    return _no_answer(name, given) if _is_function(given) else given
+
+
+def _can_be_sent(value: object) -> bool:
+    """Return whether a value can be sent to a worker. Any other would end the connection."""
+    if value is None or isinstance(value, (int, str)):
+        return True
+    try:
+        pickle.loads(pickle.dumps(value))
+    except Exception:
+        return False
+    return True
+
+
+def _unsendable(name: str, value: object) -> Exception:
+    if not isinstance(value, Exception):
+        return _no_answer(name, value)
+    error = RuntimeError(f"{type(value).__name__}: {value}")
+    for note in getattr(value, "__notes__", ()):
+        error.add_note(note)
+    return error
+
+
+def not_an_annotation(wanted: object) -> TypeError:
+    """Return the error for an annotation ``device`` that names no device."""
+    remedy = ""
+    if isinstance(wanted, list | tuple):  # a list reaches the worker as a tuple
+        remedy = (
+            f". For several devices at once, write dask.annotate(devices={list(wanted)!r}); for "
+            f"an item on each, [client.submit(on_device(n)(function), item) for n, item in "
+            f"zip({list(wanted)!r}, items)]"
+        )
+    return TypeError(
+        f'the annotation \'device\' is {ACCEPTED}; "auto" for any device, None or "none" for '
+        "none; or a function that is given the task's key and returns one of these; got "
+        f"{wanted!r} of type {type(wanted).__name__}{remedy}"
+    )
+
+
+def _no_answer(name: str, given: object) -> TypeError:
+    if name == DEVICE:
+        return not_an_annotation(given)
+    return TypeError(
+        f"the function in the annotation {name!r} must return what the annotation may be, got "
+        f"{given!r} of type {type(given).__name__}"
+    )
+
+
+# -- the values of the annotations, and the errors for others
+
+
+def _several(given: object) -> Request:
+    """Return what the annotation ``devices`` asks for."""
+    if isinstance(given, str):
+        if given in (ALL, NO_DEVICE):
+            return Request(number=None) if given == ALL else HOST_ONLY
+        if listed := naming.listed(given):
+            raise _not_several(given, f"Write dask.annotate({DEVICES}={listed})")
+        raise _not_several(given, _name_one(given, naming.read(given).kind != "unknown"))
+    if isinstance(given, Sequence) and not isinstance(given, bytes | bytearray | memoryview):
+        if not given:
+            raise ValueError(f"the annotation {DEVICES!r} names no device: got {given!r}")
+        if any(isinstance(name, bool | float) or name is None for name in given):
+            raise _not_several(given)
+        return Request(tuple(given), len(given))
+    try:
+        count = _whole(given)
+    except TypeError:
+        is_device = type(given).__name__.lower().endswith("device")
+        raise _not_several(given, _name_one(given, is_device)) from None
+    if count < 1:
+        raise ValueError(
+            f"the annotation {DEVICES!r} is a number of devices, at least 1, got {count}. "
+            f"{_name_one(count)}"
+        )
+    return Request(number=count)
+
+
+def _name_one(given: object, is_one: bool = True) -> str:
+    return f"To name one device, write dask.annotate({DEVICE}={given!r})" if is_one else ""
+
+
+def _not_several(given: object, remedy: str = "") -> TypeError:
+    return TypeError(
+        f"the annotation {DEVICES!r} is a number of devices (2), a list of devices "
+        f'([0, 1], or UUIDs), "{ALL}" for all devices of a worker, or a function that is given the '
+        f"task's key and returns one of these; got {given!r} of type {type(given).__name__}"
+        f"{remedy and '. '}{remedy}"
+    )
+
+
+def _whole(given: Any) -> int:
+    """Return a whole number, of NumPy too."""
+    if isinstance(given, bool):
+        raise TypeError(given)
+    return operator.index(given)
+
+
+def _share(given: Any) -> float | None:
+    if given is None:
+        return None
+    try:
+        share = math.nan if isinstance(given, bool | str | bytes) else float(given)
+    except (TypeError, ValueError):
+        share = math.nan
+    about = f"the annotation {SHARE!r} is the part of a device that a task takes, "
+    if math.isnan(share):
+        raise TypeError(
+            f"{about}a number above 0 and at most 1; got {given!r} of type {type(given).__name__}"
+        )
+    if not 0 < share <= 1:
+        raise ValueError(
+            f"{about}above 0 and at most 1, got {given!r}. For several devices, write "
+            f"dask.annotate({DEVICES}=2)"
+        )
+    return share
+
+
+def _nbytes(given: Any) -> int | None:
+    if given is None:
+        return None
+    wrong = (
+        f"the annotation {MEMORY!r} is the memory that a task reserves on a device: bytes, at "
+        f'least 1, or text such as "4 GiB"; got {given!r}'
+    )
+    try:
+        nbytes = parse_bytes(given if isinstance(given, str | float) else _whole(given))
+    except TypeError:
+        raise TypeError(f"{wrong} of type {type(given).__name__}") from None
+    except (ValueError, OverflowError):
+        raise ValueError(wrong) from None
+    if nbytes < 1:
+        raise ValueError(wrong)
+    return int(nbytes)

@@ -15,7 +15,8 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 import dask
 from distributed import Client, Future, get_worker
 
-from dask_devctx.annotations.names import NAMES, about_no_plugin
+from dask_devctx.annotations import NAMES
+from dask_devctx.annotations.warnings import about_no_plugin
 from dask_devctx.cuda.out_of_memory import is_out_of_memory, requested_nbytes
 from dask_devctx.cuda.scope import open_scopes
 from dask_devctx.dask_internals.connections import explain_gathers

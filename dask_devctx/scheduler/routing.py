@@ -21,8 +21,8 @@ from dask_devctx.annotations import (
     answer,
     requested_device,
 )
-from dask_devctx.annotations.names import about_no_plugin, mistaken
 from dask_devctx.annotations.runs import PRESENT
+from dask_devctx.annotations.warnings import about_no_plugin, mistaken
 from dask_devctx.cuda.naming import DeviceInfo, Inventory
 from dask_devctx.dask_internals import check_scheduler
 from dask_devctx.dask_internals import scheduler as internals

@@ -27,7 +27,7 @@ from dask_devctx import (
     report,
     timeline,
 )
-from dask_devctx.annotations.names import mistaken
+from dask_devctx.annotations.warnings import mistaken
 from dask_devctx.driver.simulated import SimulatedMachine
 from tests.distributed.devices import started
 

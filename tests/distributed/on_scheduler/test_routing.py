@@ -25,7 +25,7 @@ from dask_devctx import (
     on_device,
     task_devices,
 )
-from dask_devctx.annotations.names import mistaken
+from dask_devctx.annotations.warnings import mistaken
 from tests.distributed.devices import on_cluster, started, uuid_here, worker_with
 
 

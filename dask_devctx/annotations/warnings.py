@@ -1,4 +1,4 @@
-"""The names of the annotations, and the names that are mistaken for them."""
+"""Warnings of annotations that are mistaken for those of this package, or that nobody reads."""
 
 from __future__ import annotations
 
@@ -9,15 +9,9 @@ from typing import Any, Final
 
 from dask.utils import parse_bytes
 
+from dask_devctx.annotations import DEVICE, DEVICES, MEMORY, SHARE
 from dask_devctx.annotations.runs import RERUN
 from dask_devctx.errors.base import nearest
-
-DEVICE: Final = "device"
-DEVICES: Final = "devices"
-SHARE: Final = "device_share"
-MEMORY: Final = "device_memory"
-
-NAMES: Final = frozenset({DEVICE, DEVICES, SHARE, MEMORY})
 
 # Annotations that seem to be ours, but mean nothing to this package and dask, with the right one.
 _MISTAKEN: Final = {
