@@ -15,9 +15,9 @@ from dask_devctx import config
 from dask_devctx.config.checks import key_of
 from dask_devctx.config.options import (
     OPTION_NAMES,
+    RMM_NAMES,
     SETTINGS,
     Options,
-    documents_options,
     refuse_unknown,
     remembered_tasks,
     takes_options,
@@ -35,7 +35,7 @@ from dask_devctx.worker.leases.share import DeviceShare
 from dask_devctx.worker.threads.interpreter import switch_interval
 
 
-@documents_options
+@takes_options
 class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     """Run each task of a worker on the GPU that is assigned to it.
 
@@ -86,7 +86,6 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     extension: DeviceExtension | None = None
     _share: DeviceShare | None = None
 
-    @takes_options
     def __init__(self, **options: Any) -> None:
         refuse_unknown(options, OPTION_NAMES, type(self).__name__)
         self.annotations_kept = keep_annotations()
@@ -104,7 +103,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         switch_interval()
 
     def __getattr__(self, name: str) -> Any:
-        if name in Options.__dataclass_fields__:
+        if name in Options.__dataclass_fields__ or name in RMM_NAMES:
             return getattr(self.options, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -17,8 +15,8 @@ from dask_devctx import driver
 from dask_devctx.cli.connection import cluster_address, said, scheduler_address, usable_options
 from dask_devctx.client.arguments import NOT_NEEDED, UCX, set_up_ucx
 from dask_devctx.client.layout import lay_out
-from dask_devctx.config.checks import key_of
-from dask_devctx.config.options import OPTION_NAMES, SETTINGS, Options, fold_rmm
+from dask_devctx.config.checks import RMM, flag, key_of
+from dask_devctx.config.options import OPTION_NAMES, SETTINGS, Options, fold_rmm, text_of
 from dask_devctx.cuda import discovery
 
 _HELP = """Start workers on this machine, which use its GPUs.
@@ -51,8 +49,8 @@ _THEIRS: Final = "Options of dask worker"
 _OURS_TOO: Final = {"n_workers", "nthreads"}
 # An option that is a function has no text.
 _IN_PYTHON_ONLY: Final = {"policy"}
-# The meaning of dask-cuda's options for RMM, and of its options that are configuration here.
-_DASK_CUDAS: Final = {
+# The meaning of dask-cuda's options for RMM.
+_RMM: Final = {
     "rmm_pool_size": "The initial size of an RMM pool on each device: a fraction, or bytes.",
     "rmm_maximum_pool_size": "How large such a pool may become; all of the memory by default.",
     "rmm_managed_memory": "RMM allocates managed memory, which the driver moves to the host.",
@@ -62,10 +60,8 @@ _DASK_CUDAS: Final = {
     "rmm_track_allocations": "RMM counts the bytes, for dask's dashboard. This is slow.",
     "rmm_allocator_external_lib_list": "The libraries that allocate through RMM: some of cupy, "
     "torch and numba, with commas.",
-    "enable_cudf_spill": "cuDF moves its own data to host memory when a device is full.",
-    "cudf_spill_stats": "How much cuDF records of that: 0, 1 or 2.",
-    "pre_import": "Modules that a worker imports before its first task, with commas.",
 }
+_DASK_CUDAS: Final = (*_RMM, "enable_cudf_spill", "cudf_spill_stats", "pre_import")
 # Options of dask-cuda's command that change nothing here.
 _ACCEPTED: Final = {
     "shared_filesystem": "--shared-filesystem/--no-shared-filesystem",
@@ -182,13 +178,13 @@ def _parameters() -> Iterator[click.Parameter]:
     for param in dask_worker.params:
         if isinstance(param, click.Argument):
             yield param
-    texts = _paragraphs() | _DASK_CUDAS
-    flags = {one.name for one in fields(Options) if one.type == "bool"}
+    flags = {one.name for one in fields(Options) if one.metadata["check"] is flag}
+    flags |= {f"rmm_{name}" for name, check in RMM.items() if check is flag}
     for name in option_names():
         key = key_of(name)
         spellings = _SPELLINGS.get(name, [f"--{key}/--no-{key}" if name in flags else f"--{key}"])
         metavar = None if name in flags else "VALUE"
-        yield click.Option([*spellings, name], default=None, metavar=metavar, help=texts[name])
+        yield click.Option([*spellings, name], default=None, metavar=metavar, help=_text_of(name))
     for name in SETTINGS:
         if name not in _DASK_CUDAS:
             yield click.Option(
@@ -225,21 +221,16 @@ def _parameters() -> Iterator[click.Parameter]:
             yield param
 
 
+def _text_of(name: str) -> str:
+    if name == "devices":
+        return f"{text_of(name)} With commas between them."
+    return _RMM.get(name) or text_of(name)
+
+
 def _is_configuration(context: click.Context, option: click.Parameter, value: object) -> None:
     if value is not None:
         variable = f"DASK_DEVCTX__{str(option.name).upper()}"
         raise click.UsageError(f"{option.opts[0]} is configuration: set {variable}={value}")
-
-
-def _paragraphs() -> dict[str, str]:
-    """Return each option's paragraph in the docstring of the options, as plain text."""
-    text = inspect.getdoc(Options) or ""
-    found = dict(re.findall(r"^(\w+)\n((?:    .*\n?)+)", text, re.M))
-    plain = {name: " ".join(body.split()) for name, body in found.items()}
-    plain = {name: re.sub(r":\w+:`~?(?:\w+\.)*(\w+)`", r"\1", s) for name, s in plain.items()}
-    texts = {one.name: plain.get(one.name, "").replace("`", "") for one in fields(Options)}
-    texts["devices"] += " Ordinals, UUIDs or PCI bus ids, with commas between them."
-    return texts
 
 
 worker = _Worker(

@@ -21,7 +21,7 @@ from distributed.core import Status
 from dask_devctx.client.arguments import SETTINGS_OF_DASK_CUDA, has_nannies, without_dask_cudas
 from dask_devctx.client.layout import lay_out
 from dask_devctx.config.checks import key_of
-from dask_devctx.config.options import OPTION_NAMES, Options, documents_options, takes_options
+from dask_devctx.config.options import OPTION_NAMES, Options, takes_options
 from dask_devctx.config.packages import require_packages
 from dask_devctx.cuda.device import devices, html_table
 from dask_devctx.dask_internals.cluster import WatchedCluster
@@ -33,7 +33,7 @@ from dask_devctx.scheduler.routing import DeviceRouting
 logger = logging.getLogger(__name__)
 
 
-@documents_options
+@takes_options
 class LocalDeviceCluster(WatchedCluster):
     """A ``LocalCluster`` with :class:`~dask_devctx.DevicePlugin` and defaults that suit GPUs.
 
@@ -89,7 +89,6 @@ class LocalDeviceCluster(WatchedCluster):
     0
     """
 
-    @takes_options
     def __init__(
         self,
         n_workers: int | None = None,

@@ -6,6 +6,7 @@ Files, ``DASK_DEVCTX__…`` variables and ``dask.config.set`` work as for dask's
 
 from __future__ import annotations
 
+import functools
 import warnings
 from importlib import resources
 from typing import Any
@@ -18,11 +19,18 @@ from dask_devctx.errors.base import about_unknown, is_told, variable, warn_of_va
 
 
 def _read(name: str) -> Any:
-    return yaml.safe_load(resources.files("dask_devctx.config").joinpath(name).read_text("utf-8"))
+    text = resources.files("dask_devctx.config").joinpath(name).read_text("utf-8")
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # in C, where it is
 
 
 defaults: dict[str, Any] = _read("devctx.yaml")
 dask.config.update_defaults(defaults)
+
+
+@functools.cache
+def schema() -> dict[str, Any]:
+    """Return the schema of each key."""
+    return _read("devctx-schema.yaml")["properties"]["devctx"]["properties"]  # type: ignore[no-any-return]
 
 
 def get(key: str, given: Any = None) -> Any:

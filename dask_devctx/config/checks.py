@@ -43,6 +43,9 @@ def one_of(*choices: object) -> Check:
     return check
 
 
+flag: Final = one_of(True, False)
+
+
 def _amount(value: Any) -> float | None:
     """Return a number, or the bytes that a text says; None for anything else."""
     if isinstance(value, str):
@@ -114,11 +117,11 @@ LIBRARIES: Final = ("cupy", "torch", "numba")
 RMM: Final[Mapping[str, Check]] = {
     "pool_size": memory_size,
     "maximum_pool_size": memory_size,
-    "managed_memory": one_of(True, False),
-    "async": one_of(True, False),
+    "managed_memory": flag,
+    "async": flag,
     "release_threshold": memory_size,
     "log_directory": path,
-    "track_allocations": one_of(True, False),
+    "track_allocations": flag,
     "allocator_external_lib_list": names_of(*LIBRARIES),
 }
 

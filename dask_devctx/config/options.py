@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
+from textwrap import fill, indent
 from typing import Any, Final, Literal, TypeVar
 
 import psutil
@@ -22,6 +23,7 @@ from dask_devctx.config.checks import (
     Check,
     allocator,
     configured,
+    flag,
     fraction,
     function,
     key_of,
@@ -59,49 +61,7 @@ def _option(check: Check, *, configured: bool = True, default: object = None) ->
 class Options:
     """The options of the plugin, checked; the defaults come from the configuration.
 
-    Parameters
-    ----------
-    devices
-        The devices that a worker uses, each anything that :class:`~dask_devctx.Device` accepts;
-        all that it sees by default.
-    devices_per_worker
-        How many of them each worker takes for itself. None: all that are free; the workers of one
-        cluster share a machine's devices out evenly, also when one joins later.
-    shared
-        Whether workers may use the same devices. By default, no two processes of one machine and
-        user do: see "Deployment" in the documentation. With True, ``devices_per_worker`` has no
-        effect.
-    tasks_per_device
-        How many tasks run on a device at a time. Tasks that wait for each other must all have a
-        place: see "Deployment" in the documentation.
-    cpu_threads
-        How many tasks without a device (``device=None``) run at a time. None: as many as the worker
-        has CPUs, and up to ``nthreads`` while these tasks wait instead of compute.
-    unannotated
-        ``"assign"`` gives a task without a ``device`` annotation a device; ``"leave"`` leaves it on
-        dask's own threads without one.
-    move_inputs
-        Whether a task's inputs that live on another device are copied to its own before it runs.
-    policy
-        Chooses the device of a task that names none, given one :class:`~dask_devctx.Candidate` per
-        device: see "Which device a task gets" in the documentation. By default the task goes where
-        it starts soonest.
-    synchronize
-        Wait for the device before a task counts as done. This is slower. A failure then has fewer
-        suspects, which run again.
-    oom_retries
-        How often a task that ran out of a device's memory is tried again, after memory was freed.
-    ipc
-        Whether values go to other workers of the machine by CUDA IPC. ``"auto"`` and True:
-        wherever it works, with UCX too, which carries what goes between machines; False: never.
-    device_memory_limit
-        How much of each device's memory the values that dask keeps may take: ``"auto"`` for 0.8 of
-        it, a fraction, bytes such as ``"12 GiB"``, 0 or None for no limit. Beyond it, values go to
-        host memory, and come back before their tasks: see "Device memory" in the documentation.
-    allocator
-        ``"cupy-async"``: CuPy allocates from CUDA's own asynchronous pools. Or RMM's settings, by
-        dask-cuda's names without ``rmm_``, such as ``{"pool_size": 0.8}``: see "Device memory" in
-        the documentation. None: the libraries' own allocators.
+    Its texts are the descriptions in ``devctx-schema.yaml``.
 
     Raises
     ------
@@ -113,15 +73,15 @@ class Options:
 
     devices: Sequence[object] | None = _option(list_of_devices)
     devices_per_worker: int | None = _option(whole_number(1))
-    shared: bool = _option(one_of(True, False))
+    shared: bool = _option(flag)
     tasks_per_device: int = _option(whole_number(1))
     cpu_threads: int | None = _option(whole_number(1))
     unannotated: Literal["assign", "leave"] = _option(one_of("assign", "leave"))
-    move_inputs: bool = _option(one_of(True, False))
+    move_inputs: bool = _option(flag)
     policy: Callable[[Sequence[Any]], Any] | None = _option(  # noqa: RUF009 - makes a field
         function, configured=False
     )
-    synchronize: bool = _option(one_of(True, False))
+    synchronize: bool = _option(flag)
     oom_retries: int = _option(whole_number(0))
     ipc: Literal["auto"] | bool = _option(one_of("auto", True, False))
     # None means that there is no limit, so the value for "not given" is another one.
@@ -129,20 +89,11 @@ class Options:
     allocator: Literal["cupy-async"] | Mapping[str, Any] | None = _option(allocator)
     # Configuration only: no arguments of the plugin.
     replica_limit: float = _option(fraction)
-    nvtx: bool = _option(one_of(True, False))
+    nvtx: bool = _option(flag)
     ipc_staging: float = _option(share_of_memory)
-    enable_cudf_spill: bool = _option(one_of(True, False))
+    enable_cudf_spill: bool = _option(flag)
     cudf_spill_stats: int = _option(whole_number(0))
     pre_import: Sequence[str] | str | None = _option(names_of())
-    # RMM's settings, from `allocator`.
-    rmm_pool_size: float | str | None = field(init=False)
-    rmm_maximum_pool_size: float | str | None = field(init=False)
-    rmm_managed_memory: bool = field(init=False)
-    rmm_async: bool = field(init=False)
-    rmm_release_threshold: float | str | None = field(init=False)
-    rmm_log_directory: str | None = field(init=False)
-    rmm_track_allocations: bool = field(init=False)
-    rmm_allocator_external_lib_list: Sequence[str] | None = field(init=False)
 
     def __post_init__(self) -> None:
         for one in _GIVEN:
@@ -156,9 +107,12 @@ class Options:
             if value is not None or default is not None:
                 value = check(one.name, value)
             object.__setattr__(self, one.name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in RMM_NAMES:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         rmm = self.allocator if isinstance(self.allocator, Mapping) else {}
-        for name in RMM:
-            object.__setattr__(self, f"rmm_{name}", rmm.get(name))
+        return rmm.get(name.removeprefix("rmm_"))
 
 
 _GIVEN: Final = tuple(one for one in fields(Options) if one.init)
@@ -184,19 +138,30 @@ def remembered_tasks() -> int:
     return int(count)
 
 
-# -- constructors that take the options as keyword arguments
+def text_of(name: str) -> str:
+    """Return the text about an option."""
+    if name == "policy":  # the only one that is not configured
+        return (
+            "Chooses the device of a task that names none, given a Candidate for each device: see "
+            '"Which device a task gets" in the documentation. By default the task goes where it '
+            "starts soonest."
+        )
+    described: str = config.schema()[key_of(name)]["description"]
+    return " ".join(described.split()).replace("null", "None")
 
-# The paragraphs of all options replace this line in a class's docstring.
-_PLACE: Final = "{options}"
 
-Init = TypeVar("Init", bound=Callable[..., None])
 Class = TypeVar("Class", bound=type)
 
 
-def takes_options(init: Init) -> Init:
-    """Decorate a constructor that takes the options as keyword arguments, for help and editors."""
-    signature = inspect.signature(init)
+def takes_options(cls: Class) -> Class:
+    """Decorate a class whose constructor takes the options as keyword arguments.
+
+    Its signature names them, for help and editors, and their texts replace ``{options}`` in its
+    docstring.
+    """
+    signature = inspect.signature(cls.__init__)  # type: ignore[misc]
     *own, rest = signature.parameters.values()
+    options = [one for one in fields(Options) if one.name in OPTION_NAMES]
     taken = [
         inspect.Parameter(
             one.name,
@@ -204,21 +169,15 @@ def takes_options(init: Init) -> Init:
             default=one.default,
             annotation=str(one.type).removesuffix(" | None") + " | None",
         )
-        for one in fields(Options)
-        if one.name in OPTION_NAMES
+        for one in options
     ]
     others = [rest] if rest.name == "kwargs" else []  # `**options` takes nothing else
-    init.__signature__ = signature.replace(  # type: ignore[attr-defined]
+    cls.__init__.__signature__ = signature.replace(  # type: ignore[misc]
         parameters=[*own, *taken, *others]
     )
-    return init
-
-
-def documents_options(cls: Class) -> Class:
-    """Decorate a class whose docstring lists the options, each with its own paragraph."""
-    if cls.__doc__ and Options.__doc__:  # python -OO leaves none
-        text = inspect.cleandoc(Options.__doc__).split("----------\n", 1)[1].split("\n\nRaises")[0]
-        cls.__doc__ = cls.__doc__.replace(_PLACE, text.replace("\n", "\n    "))
+    if cls.__doc__:  # python -OO leaves none
+        texts = (f"    {n}\n{indent(fill(text_of(n), 92), ' ' * 8)}" for n in OPTION_NAMES)
+        cls.__doc__ = cls.__doc__.replace("    {options}", "\n".join(texts))
     return cls
 
 
