@@ -44,10 +44,10 @@ PIECE = re.compile(
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """Return a page's blocks in a language, without the indentation of a list."""
+    """Return the blocks of a page's text in a language, without the indentation of a list."""
     return [
         re.sub(f"^{indent}", "", text, flags=re.MULTILINE)
-        for indent, named, text in BLOCK.findall(PAGES[page])
+        for indent, named, text in BLOCK.findall(page)
         if named == language
     ]
 
@@ -88,7 +88,7 @@ def test_a_documented_function_explains_each_parameter(name):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_code_compiles_and_imports_public_names(page):
-    for text in blocks(page, "python"):
+    for text in blocks(PAGES[page], "python"):
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dask_devctx"):
                 module = importlib.import_module(node.module)
@@ -161,7 +161,7 @@ def test_commands_and_extras_exist():
     makefile = (ROOT / "Makefile").read_text()
     targets, commands, extras = set(), set(), set()
     for page in PAGES:
-        said = "\n".join(blocks(page, "console") + blocks(page, "bash"))
+        said = "\n".join(blocks(PAGES[page], "console") + blocks(PAGES[page], "bash"))
         targets |= set(re.findall(r"^\$ make ([\w-]+)", said, re.MULTILINE))
         commands |= set(re.findall(r"dask devctx (\w+)", said))
         for listed in re.findall(r"(?:\.|dask-devctx)\[([\w,-]+)\]", PAGES[page]):
@@ -178,7 +178,7 @@ LINES = sorted(
     {
         line
         for page in PAGES
-        for text in blocks(page, "console") + blocks(page, "bash")
+        for text in blocks(PAGES[page], "console") + blocks(PAGES[page], "bash")
         for line in re.findall(r"^(?:\$ |srun )?(dask .+?)(?: &)?$", text, re.MULTILINE)
     }
 )
@@ -197,7 +197,7 @@ def test_the_options_of_a_command_are_accepted(line):
 
 def test_the_configuration_in_pages_has_keys_that_exist():
     defaults = yaml.safe_load((ROOT / "dask_devctx" / "config" / "devctx.yaml").read_text())
-    shown = [yaml.safe_load(text) for page in PAGES for text in blocks(page, "yaml")]
+    shown = [yaml.safe_load(text) for page in PAGES for text in blocks(PAGES[page], "yaml")]
     assert len(shown) >= 2
     keys = {key for one in shown for key in one.get("devctx", {})}
     assert keys
@@ -229,8 +229,9 @@ def test_versions_agree():
 
 # -- the pages on contexts, which name tests, and the recipe that handles errors
 
-ROWS = [line for line in PAGES["docs/scopes.md"].splitlines() if line.startswith("| ")]
-NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGES["docs/scopes.md"])))
+SCOPES = (ROOT / "tests" / "cuda" / "SCOPES.md").read_text()
+ROWS = [line for line in SCOPES.splitlines() if line.startswith("| ")]
+NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", SCOPES)))
 # The class behind each name in the texts.
 KINDS = {
     "Device": Device,
@@ -257,14 +258,15 @@ def test_a_named_test_is_there(path, name):
     assert name in [getattr(node, "name", "") for node in body]
 
 
-@pytest.mark.parametrize("page", ["scopes", "context", "recipes"])
-def test_every_public_name_exists(page):
-    text = PAGES[f"docs/{page}.md"]
+@pytest.mark.parametrize(
+    "text", [SCOPES, PAGES["docs/context.md"], PAGES["docs/recipes.md"]], ids=lambda text: text[:20]
+)
+def test_every_public_name_exists(text):
     lines = []
     for line in re.sub(r"```.*?```", "", text, flags=re.DOTALL).splitlines():
         cells = line.split(" | ")  # the first one is another library's
         lines.append(cells[1] if len(cells) == 3 and line.startswith("| ") else line)
-    code = re.findall(r"`([^`\n]+)`", "\n".join(lines)) + blocks(f"docs/{page}.md", "python")
+    code = re.findall(r"`([^`\n]+)`", "\n".join(lines)) + blocks(text, "python")
     attributes, names = set(), set()
     for piece in code:
         if re.search(r"tests/|https?:", piece):
