@@ -221,10 +221,55 @@ def test_every_path_in_a_page_exists():
     } == set()
 
 
+def test_the_pages_are_short():
+    """Words outside of code blocks; of a link, its text counts."""
+    folder = ROOT / "docs" / "api"
+    texts = [*PAGES.values(), *(path.read_text() for path in folder.glob("*.md"))]
+    prose = "\n".join(texts)
+    prose = re.sub(r"<!--.*?-->", "", prose, flags=re.DOTALL)
+    prose = re.sub(r"^( *)(`{3,}|:{3,}).*?^\1\2 *$", "", prose, flags=re.DOTALL | re.MULTILINE)
+    assert len(re.findall(r"\w[\w'’.,-]*", re.sub(r"\]\([^)]*\)", "]", prose))) <= 20_000
+
+
+# Words that have a standard one: see the glossary.
+OWN_WORDS = re.compile(
+    r"\b(Python's lock|waits? for a place|standstill|departures?|contenders?|anew|thereof|"
+    r"whom|hence|lest|for ever)\b",
+    re.IGNORECASE,
+)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_standard_words(page):
+    assert OWN_WORDS.findall(PAGES[page]) == []
+
+
+def test_links_lead_to_pages_and_files():
+    for page, text in PAGES.items():
+        for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text):
+            assert (ROOT / page).parent.joinpath(target).exists(), (page, target)
+
+
 def test_versions_agree():
     version = PROJECT["version"]
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"\n## {version}" in (ROOT / "CHANGELOG.md").read_text()
+    recipe = (ROOT / "recipe" / "meta.yaml").read_text()
+    assert f'version = "{version}"' in recipe
+    for needed in PROJECT["dependencies"]:
+        name, _, least = needed.partition(">=")
+        assert f"- {name} >={least}\n" in recipe
+
+
+def test_workflows_run_commands_of_the_makefile():
+    makefile = (ROOT / "Makefile").read_text()
+    ran = []
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        for job in yaml.safe_load(path.read_text())["jobs"].values():
+            ran += [step["run"] for step in job["steps"] if "run" in step]
+    targets = [line.split()[1] for line in ran if line.startswith("make ")]
+    assert {"test", "test-long", "lint", "docs", "dist-check"} <= set(targets)
+    assert all(f"\n{target}:" in makefile for target in targets)
 
 
 # -- the pages on contexts, which name tests, and the recipe that handles errors
@@ -269,7 +314,7 @@ def test_every_public_name_exists(text):
     code = re.findall(r"`([^`\n]+)`", "\n".join(lines)) + blocks(text, "python")
     attributes, names = set(), set()
     for piece in code:
-        if re.search(r"tests/|https?:", piece):
+        if re.search(r"tests/|https?:|\.md$", piece):
             continue
         own = re.sub(r"\b(?:cupy|torch|cuda\.core)\.[\w.]+", "", piece)
         attributes |= set(re.findall(r"\b(\w+)(?:\([^()]*\))?\.(\w+)", own))
