@@ -62,6 +62,12 @@ ROWS = """
             return columns.map((column) => Array.from(data[column]))
     }
 """
+# Returns the texts of a table's cells.
+TABLE = """
+    const text = window.Bokeh?.documents[0]?.get_model_by_name(arguments[0])?.text ?? ""
+    const rows = new DOMParser().parseFromString(text, "text/html").querySelectorAll("tr")
+    return Array.from(rows, (row) => Array.from(row.children, (cell) => cell.textContent))
+"""
 NAMES = """
     const figure = window.Bokeh?.documents[0]?.get_model_by_name(arguments[0])
     return figure?.y_range.factors ?? []
@@ -174,18 +180,21 @@ def test_the_page_of_a_job_that_runs(client: Client, tmp_path: Path) -> None:
         assert all(total != free for total, free, *_ in expected.values())
         until(memory, lambda shown: shown == expected)
         names = {device.uuid: f"cuda:{device.device_id}" for device in reported.devices}
-        words = {"peer": "within a worker"}
         moved: defaultdict[Any, int] = defaultdict(int)
         for row in reported.transfers:
-            moved[names[row.source], names[row.destination], words[row.transport]] += row.nbytes
-        assert {pair[:2] for pair in moved} >= {("cuda:1", "cuda:0"), ("cuda:0", "cuda:3")}
-        until(
-            lambda: {
-                t[:3]: t[3]
-                for t in rows("transfers", "source", "destination", "transport", "nbytes")
-            },
-            lambda shown: shown == moved,
-        )
+            assert row.transport == "peer"
+            moved[names[row.source], f"to {names[row.destination]}"] += row.nbytes
+        assert {*moved} >= {("cuda:1", "to cuda:0"), ("cuda:0", "to cuda:3")}
+        expected = {pair: f"{format_bytes(n)} within a worker" for pair, n in moved.items()}
+
+        def matrix() -> dict[Any, str]:
+            head, *lines = page.execute_script(TABLE, "device_transfers")
+            cells = (
+                (line[0], to, cell) for line in lines for to, cell in zip(head, line, strict=True)
+            )
+            return {(a, b): cell.split(",")[0] for a, b, cell in cells if b != "from" and cell}
+
+        until(matrix, lambda shown: shown == expected)
         # The failure, as text and not as HTML.
         table = page.execute_script(
             "return Bokeh.documents[0].get_model_by_name('device_failures').text"
@@ -220,8 +229,8 @@ def test_a_plot_alone(client: Client) -> None:
     with browser(800, 600) as page:
         page.get(client.dashboard_link.replace("/status", "/individual-device-transfers"))
         until(
-            lambda: page.execute_script(ROWS, "device_transfers", "nbytes"),
-            lambda rows: rows and rows[0],
+            lambda: page.execute_script(TABLE, "device_transfers"),
+            lambda rows: len(rows) > 1,
         )
         assert page.execute_script("return document.documentElement.scrollHeight") <= 600
         assert errors_of(page) == []

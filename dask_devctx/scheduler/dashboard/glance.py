@@ -33,7 +33,9 @@ class Glance(Table):
         running, queued = (
             sum(getattr(one.after, name) for one in latest) for name in ("running", "queued")
         )
-        state = f"{running} tasks run, {queued} wait" if running or queued else "idle"
+        state = (
+            f"{counted(running, 'task')} running, {queued} queued" if running or queued else "idle"
+        )
         title = (
             f"{counted(len(latest), 'device')}: {state}" if latest else "No device has answered yet"
         )
