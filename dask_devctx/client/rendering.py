@@ -10,8 +10,9 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Final
 
 from dask_devctx.client.live import LiveDevice, by_device, rows, total
-from dask_devctx.client.tables import aligned, device_names, host_of, shortened
+from dask_devctx.client.tables import aligned, host_of, shortened
 from dask_devctx.errors.base import counted, listed, nbytes_text
+from dask_devctx.scheduler.cluster import device_names
 
 if TYPE_CHECKING:
     from dask_devctx.client.report import Report, ReportedTask

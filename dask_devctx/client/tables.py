@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Final
-
-# So much of a UUID tells two devices apart, mostly: "GPU-" and four digits.
-_UUID: Final = 8
+from collections.abc import Sequence
 
 
 def aligned(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -53,23 +48,3 @@ def shortened(text: str, columns: int) -> str:
 def host_of(address: str) -> str:
     """Return the host of a worker, as its address has it."""
     return address.rpartition(":")[0]
-
-
-def device_names(devices: Iterable[tuple[str, int, str]]) -> dict[str, str]:
-    """Return a short name for each device, by its UUID; a part of the UUID where names clash.
-
-    Examples
-    --------
-    >>> device_names([("a", 0, "GPU-3807"), ("a", 0, "GPU-b93a"), ("b", 0, "GPU-c1")])
-    {'GPU-3807': 'cuda:0 GPU-3807', 'GPU-b93a': 'cuda:0 GPU-b93a', 'GPU-c1': 'cuda:0'}
-    """
-    known = {uuid: (host, ordinal) for host, ordinal, uuid in devices}
-    shared = Counter(known.values())
-    length = _UUID
-    while length < 40 and len({uuid[:length] for uuid in known}) < len(known):
-        length += 4
-    return {
-        uuid: (f"cuda:{place[1]}" if place[1] >= 0 else uuid[:12])
-        + (f" {uuid[:length]}" if shared[place] > 1 and place[1] >= 0 else "")
-        for uuid, place in known.items()
-    }

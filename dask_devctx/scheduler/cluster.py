@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -158,3 +159,23 @@ class Cluster:
         for address in left:
             del self.left[address]
         return bool(unheard or left)
+
+
+def device_names(devices: Iterable[tuple[str, int, str]]) -> dict[str, str]:
+    """Return a short name for each device, by its UUID; a part of the UUID where names clash.
+
+    Examples
+    --------
+    >>> device_names([("a", 0, "GPU-3807"), ("a", 0, "GPU-b93a"), ("b", 0, "GPU-c1")])
+    {'GPU-3807': 'cuda:0 GPU-3807', 'GPU-b93a': 'cuda:0 GPU-b93a', 'GPU-c1': 'cuda:0'}
+    """
+    known = {uuid: (host, ordinal) for host, ordinal, uuid in devices}
+    shared = Counter(known.values())
+    length = 8  # "GPU-" and four digits tell two devices apart, mostly
+    while length < 40 and len({uuid[:length] for uuid in known}) < len(known):
+        length += 4
+    return {
+        uuid: (f"cuda:{place[1]}" if place[1] >= 0 else uuid[:12])
+        + (f" {uuid[:length]}" if shared[place] > 1 and place[1] >= 0 else "")
+        for uuid, place in known.items()
+    }

@@ -138,7 +138,7 @@ class Feed:
         members = set(self._with_devices(history, now))
         members |= {member for member in self._members if member.uuid is None}
         members |= {
-            Member(workers[worker].host, "", None, None)
+            Member(workers[worker].host, None, None)
             for worker, row in reading.rows
             if row.__class__ is TaskRun and row.uuid is None
         }
@@ -176,7 +176,7 @@ class Feed:
             if known.present:
                 self._seen_at[worker] = now
             if now - self._seen_at.get(worker, 0.0) < _LINGER_S:
-                yield Member(known.host, known.name, uuid, device.device_id)
+                yield Member(known.host, uuid, device.device_id)
 
     def _new_samples(self, history: DeviceHistory) -> Iterator[tuple[str, str, Sample]]:
         for place, samples in history.samples.items():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Hashable, Iterable
 from typing import Final, NamedTuple
+
+from dask_devctx.scheduler.cluster import device_names
 
 # The space between two hosts, as a part of a lane's height.
 HOST_PADDING: Final = 0.6
@@ -17,10 +18,9 @@ _MOST: Final = 8
 
 
 class Member(NamedTuple):
-    """A device of a worker: its ordinal there, or None twice for the tasks without a device."""
+    """A device of a host: its ordinal there, or None twice for the tasks without a device."""
 
     host: str
-    worker_name: str
     uuid: str | None
     device_id: int | None
 
@@ -33,7 +33,7 @@ class Lanes:
 
     Examples
     --------
-    >>> lanes = Lanes(Member("node-1", "a", f"GPU-{n}", n) for n in range(2))
+    >>> lanes = Lanes(Member("node-1", f"GPU-{n}", n) for n in range(2))
     >>> lanes.factors
     ['cuda:1', 'cuda:0']
     >>> lanes.position("node-1", "GPU-0"), lanes.label("node-1", "GPU-0")
@@ -68,22 +68,14 @@ class Lanes:
 
 def _labels(members: set[Member]) -> dict[tuple[str, str | None], str]:
     """Return the label of each lane, from the top to the bottom."""
-    places = {(m.host, m.uuid): m for m in sorted(members, key=_order)}
-    shared = Counter((m.host, m.device_id) for m in places.values())
-    labels = {}
-    for place, member in places.items():
-        label = NO_DEVICE if member.uuid is None else f"cuda:{member.device_id}"
-        if shared[member.host, member.device_id] > 1:  # each process sees its own device only
-            label += f" {member.worker_name}"
-        labels[place] = label
-    if len({(place[0], label) for place, label in labels.items()}) < len(places):
-        labels = {place: f"{label} {(place[1] or '')[:12]}" for place, label in labels.items()}
-    return labels
+    ordered = sorted(members, key=_order)
+    names = device_names((m.host, m.device_id or 0, m.uuid) for m in ordered if m.uuid is not None)
+    return {(m.host, m.uuid): NO_DEVICE if m.uuid is None else names[m.uuid] for m in ordered}
 
 
 def _order(member: Member) -> tuple[object, ...]:
     last = member.device_id is None
-    return _natural(member.host), last, member.device_id or 0, _natural(member.worker_name)
+    return _natural(member.host), last, member.device_id or 0, member.uuid
 
 
 def _natural(text: str) -> list[tuple[int, str]]:

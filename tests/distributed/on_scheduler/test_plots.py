@@ -22,7 +22,7 @@ from dask_devctx.scheduler.rows import Sample, TaskRun
 
 
 def members(*hosts: str, devices: int = 2) -> list[Member]:
-    return [Member(h, f"{h}-w", f"GPU-{h}-{n}", n) for h in hosts for n in range(devices)]
+    return [Member(h, f"GPU-{h}-{n}", n) for h in hosts for n in range(devices)]
 
 
 def batch(
@@ -59,7 +59,7 @@ def data(plot: Any, column: str) -> dict[str, list[Any]]:
 
 
 def test_hosts_are_groups_in_the_order_of_their_numbers() -> None:
-    lanes = Lanes([*members("node-10", "node-9"), Member("node-9", "", None, None)])
+    lanes = Lanes([*members("node-10", "node-9"), Member("node-9", None, None)])
     assert lanes.factors == [
         ("node-10", "cuda:1"),
         ("node-10", "cuda:0"),
