@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import inspect
 import logging
 import math
 import sys
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import process
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any
 
 import dask
@@ -254,7 +254,9 @@ def _refuse_unguarded_main() -> None:
             "imports the main program, and could not. Save it in a file, with the start under: if "
             '__name__ == "__main__":, or give processes=False for workers in this process'
         ) from None
-    line = _line_of(Path(path).absolute())
+    here = (at for at in walk_stack(None) if at[0].f_code.co_name == "<module>")
+    of_main = (n for frame, n in here if _is_file(frame.f_code.co_filename, path))
+    line = next(of_main, 0)  # none where another program runs
     around = [n for n in ast.parse(text).body if n.lineno <= line <= (n.end_lineno or line)]
     if around and not isinstance(around[0], ast.If):
         raise RuntimeError(
@@ -264,12 +266,5 @@ def _refuse_unguarded_main() -> None:
         )
 
 
-def _line_of(main: Path) -> int:
-    """Return the line that the main script executes now; 0 if another program runs."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "<module>" and Path(code.co_filename).absolute() == main:
-            return frame.f_lineno
-        frame = frame.f_back
-    return 0
+def _is_file(one: str, other: str) -> bool:
+    return Path(one).absolute() == Path(other).absolute()

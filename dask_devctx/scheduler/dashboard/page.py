@@ -34,30 +34,25 @@ _REDIRECTS: Final = {
 
 def shown(scheduler: Scheduler) -> AbstractContextManager[None]:
     """Return a context manager; while it is open, a scheduler's dashboard has the pages."""
-    alone = {f"/individual-device-{name}": name for name in PLOTS}
-    pages = {path: partial(_plot_alone, name) for path, name in alone.items()}
-    menu = {path: f"Device {name.title()}" for path, name in alone.items()}
-    return added_pages(
-        scheduler,
-        {"/devices": _all_plots, **pages},
-        menu={"/devices": "Devices", **menu},
-        redirects=_REDIRECTS,
-    )
+    plots = {"/devices": PLOTS, **{f"/individual-device-{name}": (name,) for name in PLOTS}}
+    menu = {
+        path: "Devices" if n is PLOTS else f"Device {n[0].title()}" for path, n in plots.items()
+    }
+    pages = {path: partial(_page, names, menu[path]) for path, names in plots.items()}
+    return added_pages(scheduler, pages, menu=menu, redirects=_REDIRECTS)
 
 
-def _all_plots(scheduler: Scheduler, extra: Mapping[str, Any], document: Document) -> None:
-    fill(scheduler, document, PLOTS)
-    document.title = "Dask: Devices"
-    document.template = template("devices.html", _TEMPLATES)
-    document.template_variables.update(extra)
-
-
-def _plot_alone(
-    name: str, scheduler: Scheduler, extra: Mapping[str, Any], document: Document
+def _page(
+    names: Sequence[str],
+    title: str,
+    scheduler: Scheduler,
+    extra: Mapping[str, Any],
+    document: Document,
 ) -> None:
-    fill(scheduler, document, [name])
-    document.title = f"Dask: Device {name.title()}"
-    document.template = template("plot.html", _TEMPLATES)
+    fill(scheduler, document, names)
+    document.title = f"Dask: {title}"
+    document.template = template("devices.html" if names is PLOTS else "plot.html", _TEMPLATES)
+    document.template_variables.update(extra)
 
 
 def fill(scheduler: Scheduler, document: Document, names: Sequence[str]) -> None:
