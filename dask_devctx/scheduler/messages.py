@@ -13,7 +13,6 @@ from typing import Final, Literal, NamedTuple
 PROTOCOL: Final = 3
 # The handlers that workers call on the scheduler.
 ANNOUNCE: Final = "devctx_announce"
-WITHDRAW: Final = "devctx_withdraw"
 REFUSE: Final = "devctx_refuse"
 # A worker says which parts of its devices actors keep, and asks which of its tasks others may run.
 KEEP: Final = "devctx_keep"

@@ -42,7 +42,6 @@ from dask_devctx.scheduler.messages import (
     REFUSE,
     SHARE,
     TOPIC,
-    WITHDRAW,
     Failure,
     KeptByActors,
 )
@@ -125,7 +124,6 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self._sharing = Sharing(self._share, scheduler.workers, self._grace_s)
         acts: dict[str, Callable[..., Any]] = {
             ANNOUNCE: self._announced,
-            WITHDRAW: self._withdrawn,
             REFUSE: self._refused,
             FAILED: self._device_failed,
             KEEP: self._keeps,
@@ -238,10 +236,13 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self,
         address: str,
         seen: Sequence[tuple[str, str | None]],
-        used: Sequence[str],
+        used: Sequence[str] | None,
         limits: Mapping[str, int],
         memory_limit: int | None,
     ) -> None:
+        if used is None:
+            self._withdrawn(address)
+            return
         devices = WorkerDevices(
             Inventory(
                 tuple(DeviceInfo(n, uuid, pci_bus_id=pci) for n, (uuid, pci) in enumerate(seen))

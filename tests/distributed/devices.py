@@ -6,7 +6,7 @@ import functools
 import inspect
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,14 @@ from distributed.utils_test import gen_cluster
 from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, SimulatedArray, driver
 from dask_devctx.config.checks import key_of
 from dask_devctx.config.options import SETTINGS, fold_rmm
+from dask_devctx.worker.leases.lease import Lease
+
+
+def acquire(found: Sequence[Device], count: int, *, holder: str, directory: Any = None) -> Lease:
+    """Take the first ``count`` free devices as another worker does."""
+    lease = Lease(holder, directory, alone=True)
+    lease.take(found, count)
+    return lease
 
 
 def here(*_: object) -> int | None:

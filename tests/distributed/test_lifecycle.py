@@ -32,10 +32,10 @@ from dask_devctx import (
 from dask_devctx.driver.backends import Backend
 from dask_devctx.scheduler.messages import TOPIC
 from dask_devctx.worker import extension
-from dask_devctx.worker.leases.lease import acquire
 from dask_devctx.worker.run import DeviceRun as DeviceTask
 from tests.distributed.changes import changes_of
 from tests.distributed.devices import (
+    acquire,
     current_context,
     device_threads,
     here,

@@ -38,7 +38,6 @@ from dask_devctx.scheduler.messages import (
     KEEP,
     REFUSE,
     SHARE,
-    WITHDRAW,
 )
 from tests.conftest import Replacing
 
@@ -229,7 +228,7 @@ def test_no_port_is_added_and_the_servers_are_only_told_of_devices_and_memory() 
         ports = listening()
         before = [(set(s.handlers), set(s.stream_handlers)) for s in servers]
         (on_worker, its_streams), (on_scheduler, streams) = before
-        told = (on_scheduler | {ANNOUNCE, REFUSE, WITHDRAW, FAILED, CLAIM, KEEP}, streams)
+        told = (on_scheduler | {ANNOUNCE, REFUSE, FAILED, CLAIM, KEEP}, streams)
         added = {"devctx_ipc_close", SHARE, HISTORY}
         client.register_plugin(DevicePlugin())
         assert client.submit(sum, [1, 2]).result() == 3

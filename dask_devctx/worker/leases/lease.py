@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from urllib.parse import quote
 
@@ -19,7 +19,7 @@ from distributed.comm import get_address_host_port
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.errors import DevicesInUseError
-from dask_devctx.worker.leases.locks import Lock, LockDirectory, default_directory
+from dask_devctx.worker.leases.locks import Lock, choosing, default_directory
 
 # The choice takes well under a millisecond. A process that takes longer was stopped meanwhile, or
 # asks whether the scheduler of a worker that ended is there.
@@ -37,7 +37,10 @@ _changing = threading.Lock()
 
 
 class Lease:
-    """The devices that one worker has for itself, or with the other workers of its process."""
+    """The devices that one worker has for itself, or with the other workers of its process.
+
+    The holder is text such as ``"worker NAME of SCHEDULER"``.
+    """
 
     def __init__(
         self, holder: str, directory: str | os.PathLike[str] | None = None, *, alone: bool = False
@@ -62,18 +65,20 @@ class Lease:
         It raises :class:`DevicesInUseError` and takes none where fewer than ``count`` are free.
         """
         held: dict[Device, str] = {}
-        taken: dict[Device, Lock] = {}
-        runs = functools.cache(_runs)
-        with LockDirectory(self._path) as place, place.exclusive(timeout_s):
+        taken: list[Device] = []
+        available = functools.partial(_available, _cluster_of(self._holder), functools.cache(_runs))
+        with choosing(self._path, timeout_s) as opened:
             try:
                 for device in devices:
                     if len(taken) == count:
                         break
-                    lock = self._lock(place, device, runs)
-                    if isinstance(lock, str):
-                        held[device] = lock
-                        continue
-                    taken[device] = self._locks[device] = lock
+                    if not self._joins(device):
+                        lock = available(opened, device)
+                        if isinstance(lock, str):
+                            held[device] = lock
+                            continue
+                        self._hold(device, lock)
+                    taken.append(device)
                 if count is not None and len(taken) < count:
                     texts = {str(device.info): who for device, who in held.items()}
                     raise DevicesInUseError(count, [str(one.info) for one in taken], texts)
@@ -104,36 +109,20 @@ class Lease:
         for lock in list(self._locks.values()):
             lock.touch()
 
-    def _lock(
-        self, place: LockDirectory, device: Device, runs: Callable[[str], bool]
-    ) -> Lock | str:
-        """Return the lock of a device, or the device's holder."""
-        key = self._path, device.uuid
+    def _joins(self, device: Device) -> bool:
+        """Share the lock that another worker of this process has; return whether there is one."""
         with _changing:
-            known = None if self._alone else _of_process.get(key)
-            if known is not None:
-                known.users += 1
-                return known
-        lock = _opened(place, device, _cluster_of(self._holder), runs)
-        if isinstance(lock, Lock):
-            lock.claim(f"pid {os.getpid()} on {socket.gethostname()}, {self._holder}")
-            if not self._alone:
-                with _changing:
-                    _of_process[key] = lock
-        return lock
+            lock = None if self._alone else _of_process.get((self._path, device.uuid))
+            if lock is not None:
+                lock.users += 1
+                self._locks[device] = lock
+        return lock is not None
 
-
-def acquire(
-    devices: Sequence[Device],
-    count: int,
-    *,
-    holder: str,
-    directory: str | os.PathLike[str] | None = None,
-) -> Lease:
-    """Take the first ``count`` free devices for one worker, ``"worker NAME of SCHEDULER"``."""
-    lease = Lease(holder, directory, alone=True)
-    lease.take(devices, count)
-    return lease
+    def _hold(self, device: Device, lock: Lock) -> None:
+        lock.claim(f"pid {os.getpid()} on {socket.gethostname()}, {self._holder}")
+        self._locks[device] = lock
+        if not self._alone:
+            _of_process[self._path, device.uuid] = lock
 
 
 def holders(
@@ -149,11 +138,11 @@ def holders(
     """
     path, runs = _path(directory), functools.cache(_runs)
     held: dict[Device, str] = {}
-    with LockDirectory(path) as place, place.exclusive(_CHOOSING_TIMEOUT_S):
+    with choosing(path, _CHOOSING_TIMEOUT_S) as opened:
         for device in devices:
             if in_process and (path, device.uuid) in _of_process:
                 continue
-            lock = _opened(place, device, cluster, runs)
+            lock = _available(cluster, runs, opened, device)
             if isinstance(lock, str):
                 held[device] = lock
             else:
@@ -161,22 +150,22 @@ def holders(
     return held
 
 
-def _opened(
-    place: LockDirectory, device: Device, cluster: str, runs: Callable[[str], bool]
+def _available(
+    cluster: str, runs: Callable[[str], bool], opened: Callable[[str], Lock], device: Device
 ) -> Lock | str:
     """Return the lock of a device that a worker of a cluster can have, or the device's holder."""
-    lock = place.lock(quote(device.uuid, safe="") + ".lock")
-    note = lock.note
-    if not lock.is_held:
-        lock.close()
-        return note or "another process"
-    is_young = time.time() - lock.last_sign < _KEPT_S
+    lock = opened(quote(device.uuid, safe="") + ".lock")
+    note, is_young = lock.note, time.time() - lock.last_sign < _KEPT_S
     others = _cluster_of(note)
+    if not lock.is_held:
+        answer = note or "another process"
     # A note of one that ended: the nanny may start it again. A `runs` may take a second.
-    if note and is_young and others != cluster and runs(others):
-        lock.close()
-        return f"{note}, which ended and may be starting again"
-    return lock
+    elif note and is_young and others != cluster and runs(others):
+        answer = f"{note}, which ended and may be starting again"
+    else:
+        return lock
+    lock.close()
+    return answer
 
 
 def _cluster_of(text: str) -> str:

@@ -13,17 +13,17 @@ import stat
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Final
 
 from dask_devctx.errors import LockDirectoryError
 
 _MUTEX = "mutex.lock"
 _POLL_S = 0.005
-_LOOKS: Final = 3  # at a lock that is held and has no note
 _NOTE_NBYTES = 512
+_RELEASED = (0.0, 0.0)  # the times of a file whose holder released it
 
 
 def default_directory() -> Path:
@@ -38,20 +38,24 @@ def default_directory() -> Path:
 class Lock:
     """An open lock file, which :meth:`close` or :meth:`release` closes."""
 
-    def __init__(self, fd: int, is_held: bool) -> None:
+    def __init__(self, fd: int) -> None:
         self._fd = fd
-        self.is_held = is_held  # by this object
         self.users = 1
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.is_held = True  # by this object
+        except BlockingIOError:
+            self.is_held = False
         _open_locks.add(self)
 
     @property
     def note(self) -> str:
-        """The note of the holder, or of one that ended without releasing the lock."""
+        """The note of the holder, or of the last one."""
         return os.pread(self._fd, _NOTE_NBYTES, 0).decode(errors="replace")
 
     @property
     def last_sign(self) -> float:
-        """The time of the holder's last sign of life."""
+        """The time of the holder's last sign of life; 0 where it released the lock."""
         return os.fstat(self._fd).st_mtime
 
     def claim(self, note: str) -> None:
@@ -65,13 +69,13 @@ class Lock:
             os.utime(self._fd)
 
     def release(self) -> None:
-        """Free the lock and remove the note; nothing happens if it is free already."""
+        """Free the lock for good; nothing happens if it is free already."""
         if self._fd >= 0:
-            os.ftruncate(self._fd, 0)
+            os.utime(self._fd, _RELEASED)
             self.close()
 
     def close(self) -> None:
-        """Free the lock; a note stays, as that of a holder that ended."""
+        """Free the lock, as the end of its process does."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             if self.is_held:  # closing is not enough: a forked child may have the file open
@@ -84,107 +88,60 @@ class Lock:
             self._fd = -1
 
 
-class LockDirectory:
-    """The directory of the locks, opened once and checked; made if it does not exist.
+@contextmanager
+def choosing(path: Path, timeout_s: float) -> Iterator[Callable[[str], Lock]]:
+    """Exclude others from choosing locks in a directory; gives the function that opens one.
 
-    It raises :class:`LockDirectoryError` where others could write, or where it is a link.
+    It raises :class:`LockDirectoryError` where others could write, where it is a link, or after the
+    timeout.
     """
-
-    # Any user may make a directory in /tmp, so only this user's own files are trusted. Files are
-    # opened relative to the checked directory, and never through a symbolic link.
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        try:
-            # Only the last directory gets this mode; its parents are made as usual.
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.mkdir(0o700, exist_ok=True)
-            self._fd = os.open(
-                self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-            )
-        except OSError as error:
-            raise LockDirectoryError(str(self.path), _why_not_opened(error)) from error
-        if reason := why_not_ours(os.fstat(self._fd), os.geteuid()):
-            os.close(self._fd)
-            raise LockDirectoryError(str(self.path), reason)
-
-    def __enter__(self) -> LockDirectory:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        os.close(self._fd)  # locks that are held stay held
-
-    def lock(self, name: str) -> Lock:
-        """Open a lock, and hold it if nobody else does."""
-        looks = _LOOKS
-        while True:
-            fd = self._open(name)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                mine, there = os.fstat(fd), self._stat(name)
-            except BlockingIOError:
-                theirs = Lock(fd, is_held=False)
-                looks -= 1
-                if theirs.note or not looks:
-                    return theirs
-                theirs.close()  # without a note, it is being taken or released just now
-                time.sleep(_POLL_S)
-                continue
-            except BaseException:
-                os.close(fd)
-                raise
-            if there is not None and (mine.st_ino, mine.st_dev) == (there.st_ino, there.st_dev):
-                return Lock(fd, is_held=True)
-            os.close(fd)  # it was deleted meanwhile: others would lock a new file
-
-    @contextmanager
-    def exclusive(self, timeout_s: float) -> Iterator[None]:
-        """Exclude others from choosing locks in the directory while this is open."""
+    directory = _opened(path)
+    try:
+        lock = partial(_lock, path, directory)
         deadline = time.monotonic() + timeout_s
-        while not (lock := self.lock(_MUTEX)).is_held:
-            who = lock.note
-            lock.close()
+        while not (mutex := lock(_MUTEX)).is_held:
+            who = mutex.note
+            mutex.close()
             if time.monotonic() > deadline:
-                reason = f"was kept locked by {who} for {timeout_s} s"
-                raise LockDirectoryError(str(self.path), reason)
+                raise LockDirectoryError(str(path), f"was kept locked by {who} for {timeout_s} s")
             time.sleep(_POLL_S)
-        lock.claim(f"pid {os.getpid()}")
+        mutex.claim(f"pid {os.getpid()}")
         try:
-            yield
+            yield lock
         finally:
-            lock.release()
-
-    def _open(self, name: str) -> int:
-        path = str(self.path / name)
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        flags |= os.O_NONBLOCK  # opening a pipe would wait
-        try:
-            fd = os.open(name, flags, 0o600, dir_fd=self._fd)
-        except OSError as error:
-            raise LockDirectoryError(path, _why_not_opened(error)) from error
-        found = os.fstat(fd)
-        reason = why_not_ours(found, os.geteuid())
-        if not reason and not stat.S_ISREG(found.st_mode):
-            reason = "is not a file"
-        if reason:
-            os.close(fd)
-            raise LockDirectoryError(path, reason)
-        return fd
-
-    def _stat(self, name: str) -> os.stat_result | None:
-        try:
-            return os.stat(name, dir_fd=self._fd, follow_symlinks=False)
-        except FileNotFoundError:
-            return None
+            mutex.release()
+    finally:
+        os.close(directory)  # locks that are held stay held
 
 
-def why_not_ours(found: os.stat_result, uid: int) -> str:
-    """Return the reason why a user cannot trust a directory or file, or ""."""
+def _opened(path: Path) -> int:
+    # Any user may make a directory in /tmp: only this user's own is trusted. Files are opened
+    # relative to the checked directory, and never through a symbolic link.
+    try:
+        # Only the last directory gets this mode; its parents are made as usual.
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(0o700, exist_ok=True)
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise LockDirectoryError(str(path), _why_not_opened(error)) from error
+    found, uid, reason = os.fstat(directory), os.geteuid(), ""
     if found.st_uid != uid:
-        return f"belongs to user {found.st_uid} and not to {uid}, who runs this process"
-    if found.st_mode & 0o022:
-        return f"can be written by others, its mode is {stat.S_IMODE(found.st_mode):04o}"
-    return ""
+        reason = f"belongs to user {found.st_uid} and not to {uid}, who runs this process"
+    elif found.st_mode & 0o022:
+        reason = f"can be written by others, its mode is {stat.S_IMODE(found.st_mode):04o}"
+    if reason:
+        os.close(directory)
+        raise LockDirectoryError(str(path), reason)
+    return directory
+
+
+def _lock(path: Path, directory: int, name: str) -> Lock:
+    """Open a lock, and hold it if nobody else does."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return Lock(os.open(name, flags, 0o600, dir_fd=directory))
+    except OSError as error:
+        raise LockDirectoryError(str(path / name), _why_not_opened(error)) from error
 
 
 def _why_not_opened(error: OSError) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar, Final
 from weakref import WeakKeyDictionary, WeakSet
@@ -23,7 +24,7 @@ from dask_devctx.errors import (
     LockDirectoryError,
     WorkerSetupError,
 )
-from dask_devctx.scheduler.messages import ANNOUNCE, PROTOCOL, REFUSE, WITHDRAW
+from dask_devctx.scheduler.messages import ANNOUNCE, PROTOCOL, REFUSE
 from dask_devctx.scheduler.routing import DeviceRouting
 
 logger = logging.getLogger(__name__)
@@ -113,17 +114,15 @@ def withdraw(worker: Worker) -> None:
     # If another plugin takes this one's place at once, no message is sent: between two messages,
     # tasks would go to workers that do not have their device.
     if worker.status in (Status.running, Status.paused):
-        worker.loop.add_callback(_withdraw, worker, Turn(worker))
+        worker.loop.add_callback(_no_devices, worker, Turn(worker), None)
 
 
-async def _withdraw(worker: Worker, turn: Turn) -> None:
+async def _no_devices(worker: Worker, turn: Turn, used: Sequence[str] | None) -> None:
+    """Announce no devices; with ``used=None``, that tasks that ask for some do not belong there."""
     async with turn as newest:
-        if not newest:
-            return
-        try:
-            await _tell(worker, WITHDRAW)
-        except Exception as error:  # without the routing there is nothing to withdraw from
-            logger.debug("The worker's devices were not withdrawn: %r", error)
+        if newest:
+            with suppress(Exception):  # without the routing there is nothing to withdraw from
+                await _tell(worker, ANNOUNCE, seen=[], used=used, limits={}, memory_limit=None)
 
 
 async def refuse(
@@ -146,15 +145,14 @@ async def refuse(
     told: Exception = error
     if not in_use:
         told = WorkerSetupError(str(worker.name), f"{type(error).__name__}: {error}"[:_TEXT])
-    async with turn or Turn(worker) as newest:
-        try:
-            await install_routing(worker)
-            if leaves:
+    turn = turn or Turn(worker)
+    with suppress(Exception):  # a scheduler that cannot be told has nothing to decide
+        await install_routing(worker)
+        if not leaves:
+            await _no_devices(worker, turn, ())
+        else:
+            async with turn:
                 await _tell(worker, REFUSE, kind=type(told).__name__, arguments=told.args)
-            elif newest:
-                await _tell(worker, ANNOUNCE, seen=[], used=[], limits={}, memory_limit=None)
-        except Exception as untold:
-            logger.debug("The scheduler was not told: %r", untold)
     if leaves:
         logger.error(
             "This worker leaves the cluster because it cannot take its devices: %s",

@@ -25,9 +25,8 @@ from dask_devctx import Device, config, devices
 from dask_devctx.cli import devctx
 from dask_devctx.cli.worker import option_names, worker
 from dask_devctx.config.options import OPTION_NAMES
-from dask_devctx.worker.leases.lease import acquire
 from tests.distributed.commands import dask_command
-from tests.distributed.devices import here
+from tests.distributed.devices import acquire, here
 
 installed = pytest.mark.skipif(
     not entry_points(group="dask_cli", name="devctx"),

@@ -32,8 +32,7 @@ from dask_devctx.client import layout
 from dask_devctx.config.options import OPTION_NAMES
 from dask_devctx.cuda.inspection import answer
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.worker.leases.lease import acquire
-from tests.distributed.devices import here, of_worker, started
+from tests.distributed.devices import acquire, here, of_worker, started
 
 QUIET: dict[str, Any] = {"processes": False, "dashboard_address": ":0"}
 

@@ -24,9 +24,9 @@ from dask_devctx import (
     driver,
 )
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.worker.leases.lease import Lease, acquire, holders
-from dask_devctx.worker.leases.locks import LockDirectory
-from tests.distributed.devices import here, of_worker, on_cluster, started
+from dask_devctx.worker.leases.lease import Lease, holders
+from dask_devctx.worker.leases.locks import choosing
+from tests.distributed.devices import acquire, here, of_worker, on_cluster, started
 
 QUIET: dict[str, Any] = {"dashboard_address": ":0", "threads_per_worker": 4}
 OTHER = "worker 1 of tcp://127.0.0.1:1"
@@ -212,7 +212,7 @@ def test_a_worker_that_waits_for_devices_does_not_stop_its_event_loop(
 ) -> None:
     @on_cluster(4)
     async def body(client: Any, worker: Worker) -> None:
-        with LockDirectory(lock_directory) as place, place.exclusive(1):  # as a stopped process
+        with choosing(lock_directory, 1):  # as a stopped process
             registered = asyncio.ensure_future(client.register_plugin(DevicePlugin(**options)))
             for _ in range(20):  # the loop runs: otherwise this process waits for itself
                 await asyncio.sleep(0.01)

@@ -12,17 +12,15 @@ from pathlib import Path
 import pytest
 
 from dask_devctx.errors import LockDirectoryError
-from dask_devctx.worker.leases.locks import (
-    Lock,
-    LockDirectory,
-    default_directory,
-)
+from dask_devctx.worker.leases.locks import Lock, choosing, default_directory
 
 HOLD = """
 import sys, time
-from dask_devctx.worker.leases.locks import LockDirectory
-lock = LockDirectory(sys.argv[1]).lock("gpu.lock")
-lock.claim("the child")
+from pathlib import Path
+from dask_devctx.worker.leases.locks import choosing
+with choosing(Path(sys.argv[1]), 10) as opened:
+    lock = opened("gpu.lock")
+    lock.claim("the child")
 print("held" if lock.is_held else "not held", flush=True)
 time.sleep(60)
 """
@@ -40,52 +38,49 @@ def hold(directory: Path, source: str = HOLD) -> subprocess.Popen[str]:
     return child
 
 
-def stat(uid: int, mode: int) -> os.stat_result:
-    return os.stat_result((mode, 1, 1, 1, uid, uid, 0, 0, 0, 0))
-
-
-def taken(place: LockDirectory, note: str = "") -> Lock | None:
+def taken(directory: Path, note: str = "") -> Lock | None:
     """Take the lock; None where somebody else has it."""
-    lock = place.lock("gpu.lock")
-    if not lock.is_held:
+    with choosing(directory, 10) as opened:
+        lock = opened("gpu.lock")
+        if not lock.is_held:
+            lock.close()
+            return None
+        lock.claim(note)
+        return lock
+
+
+def seen(directory: Path) -> tuple[str, bool]:
+    """Return the lock's note, and whether its holder released it."""
+    with choosing(directory, 10) as opened:
+        lock = opened("gpu.lock")
+        said = lock.note, lock.last_sign == 0
         lock.close()
-        return None
-    lock.claim(note)
-    return lock
-
-
-def note(place: LockDirectory) -> str:
-    lock = place.lock("gpu.lock")
-    said = lock.note
-    lock.close()
-    return said
+        return said
 
 
 def test_two_holders_of_one_process_exclude_each_other(lock_directory: Path) -> None:
-    with LockDirectory(lock_directory) as one, LockDirectory(lock_directory) as other:
-        lock = taken(one, "me")
-        assert lock is not None
-        assert taken(other) is None
-        assert note(other) == "me"
-        lock.release()
-        lock.release()  # once more is nothing
-        assert note(one) == ""
-        again = taken(other, "you")
-        assert again is not None
-        assert note(one) == "you"
-        again.release()
+    lock = taken(lock_directory, "me")
+    assert lock is not None
+    assert taken(lock_directory) is None
+    assert seen(lock_directory) == ("me", False)
+    lock.release()
+    lock.release()  # once more is nothing
+    assert seen(lock_directory) == ("me", True)
+    again = taken(lock_directory, "you")
+    assert again is not None
+    assert seen(lock_directory) == ("you", False)
+    again.release()
 
 
 def test_a_killed_process_holds_nothing(lock_directory: Path) -> None:
     child = hold(lock_directory)
-    with LockDirectory(lock_directory) as place:
-        assert taken(place) is None
-        child.send_signal(signal.SIGKILL)
-        child.communicate()
-        assert note(place) == "the child"
-        lock = taken(place)
-        assert lock is not None
-        lock.release()
+    assert taken(lock_directory) is None
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    assert seen(lock_directory) == ("the child", False)
+    lock = taken(lock_directory)
+    assert lock is not None
+    lock.release()
 
 
 def test_a_forked_child_keeps_no_lock_of_a_killed_parent(lock_directory: Path) -> None:
@@ -99,43 +94,30 @@ def test_a_forked_child_keeps_no_lock_of_a_killed_parent(lock_directory: Path) -
         child.kill()
         child.wait()
         os.killpg(child.pid, 0)  # the grandchild lives: nothing to prove otherwise
-        with LockDirectory(lock_directory) as place:
-            lock = taken(place)
-            assert lock is not None
-            lock.release()
+        lock = taken(lock_directory)
+        assert lock is not None
+        lock.release()
     finally:
         os.killpg(child.pid, signal.SIGKILL)
         child.communicate()
 
 
 def test_a_forked_child_does_not_free_the_parents_lock(lock_directory: Path) -> None:
-    with LockDirectory(lock_directory) as place:
-        lock = taken(place)
-        assert lock is not None
-        pid = os.fork()
-        if pid == 0:
-            lock.release()
-            os._exit(0)
-        assert os.waitpid(pid, 0)[1] == 0
-        assert taken(place) is None
+    lock = taken(lock_directory)
+    assert lock is not None
+    pid = os.fork()
+    if pid == 0:
         lock.release()
-
-
-def test_a_deleted_file_is_no_lock(lock_directory: Path) -> None:
-    with LockDirectory(lock_directory) as place:
-        old = taken(place)
-        (lock_directory / "gpu.lock").unlink()
-        new = taken(place)
-        assert old is not None
-        assert new is not None
-        old.release()
-        assert taken(place) is None
-        new.release()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert taken(lock_directory) is None
+    lock.release()
 
 
 def test_the_directory_is_the_users_own(lock_directory: Path) -> None:
-    with LockDirectory(lock_directory) as place:
-        place.lock("gpu.lock").release()
+    lock = taken(lock_directory)
+    assert lock is not None
+    lock.release()
     assert lock_directory.stat().st_mode & 0o777 == 0o700
     assert (lock_directory / "gpu.lock").stat().st_mode & 0o777 == 0o600
 
@@ -177,7 +159,7 @@ def test_a_directory_that_is_not_the_users_own_is_refused(
     path = tmp_path / "locks"
     make(path)
     with pytest.raises(LockDirectoryError, match=reason) as caught:
-        LockDirectory(path)
+        taken(path)
     assert caught.value.path == str(path)
     assert "devctx.lock-directory" in str(caught.value)
     assert not (tmp_path / "nowhere").exists()
@@ -187,23 +169,23 @@ def test_a_linked_lock_is_refused_and_its_target_left_alone(
     lock_directory: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "precious").write_text("keep")
-    with LockDirectory(lock_directory) as place:
-        (lock_directory / "gpu.lock").symlink_to(tmp_path / "precious")
-        with pytest.raises(LockDirectoryError, match="symbolic link"):
-            place.lock("gpu.lock")
+    lock_directory.mkdir(mode=0o700, exist_ok=True)
+    (lock_directory / "gpu.lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(LockDirectoryError, match="symbolic link"):
+        taken(lock_directory)
     assert (tmp_path / "precious").read_text() == "keep"
 
 
 def test_choosing_is_one_at_a_time(lock_directory: Path) -> None:
-    with LockDirectory(lock_directory) as one, LockDirectory(lock_directory) as other:
-        with (
-            one.exclusive(1),
-            pytest.raises(LockDirectoryError, match=rf"pid {os.getpid()} for 0.05 s"),
-            other.exclusive(0.05),
-        ):
-            pytest.fail("two were in there")
-        with other.exclusive(0.05):
-            pass
+    said = rf"pid {os.getpid()} for 0.05 s"
+    with (
+        choosing(lock_directory, 1),
+        pytest.raises(LockDirectoryError, match=said),
+        choosing(lock_directory, 0.05),
+    ):
+        pytest.fail("two were in there")
+    with choosing(lock_directory, 0.05):
+        pass
 
 
 def test_the_default_depends_on_the_user_alone(monkeypatch: pytest.MonkeyPatch) -> None:
