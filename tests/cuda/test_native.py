@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -135,45 +136,14 @@ def test_the_real_driver_tells_its_addresses() -> None:
         device.primary_context.release()
 
 
-# -- the stack is a list
+# -- its containers
 
 
-def test_the_stack_behaves_as_the_list_that_it_stands_in_for() -> None:
-    done: list[list[object]] = []
-
-    def use() -> None:
-        mine, model = stack(), []
-        for entries in (mine, model):
-            for number in range(40):
-                entries.append((f"scope {number}", number * 2**56, (0, None, number)[number % 3]))
-            entries[-2] = ("changed", 2**64 - 1, None)
-            del entries[3], entries[0], entries[-1]
-            assert entries.pop()[0] == "changed"
-            for place in (37, -37, 10**6):
-                with pytest.raises(IndexError):
-                    entries[place]
-                with pytest.raises(IndexError):
-                    del entries[place]
-        assert len(mine) == len(model) == 36
-        assert mine[-1] == model[-1]
-        assert mine[0] == model[0]
-        assert bool(mine)
-        done.append(list(mine))
-        assert list(mine) == model
-        while mine:
-            assert mine.pop() == model.pop()
-        with pytest.raises(IndexError):
-            mine.pop()
-        for wrong in (None, (), ("scope", -(2**70), 0), ("scope", "handle", 0)):
-            with pytest.raises((TypeError, OverflowError)):
-                mine.append(wrong)  # type: ignore[arg-type]
-        assert len(mine) == 0
-        done.append([])
-
-    thread = threading.Thread(target=use)
-    thread.start()
-    thread.join()
-    assert [len(found) for found in done] == [36, 0]
+def test_scopes_may_be_many_deep(machine: SimulatedMachine) -> None:
+    with ExitStack() as scopes:
+        entered = [scopes.enter_context(Device(number % 4)) for number in range(100)]
+        assert open_scopes() == tuple(entered)
+    assert Device.current() is None
 
 
 def test_the_handles_that_last_are_a_set() -> None:

@@ -404,18 +404,6 @@ async def test_each_step_that_fails_undoes_all(client: Any, worker: Any, when: s
     await running
 
 
-@on_cluster(4)
-async def test_registered_and_taken_away(client: Any, worker: Any) -> None:
-    changes = changes_of(worker)
-    await client.register_plugin(DevicePlugin(**PLUGIN))
-    with dask.annotate(device=2):
-        assert await client.submit(here, pure=False) == 2
-    assert changes().keys() >= {"handlers", "executors", "metrics", "plugins", "threads"}
-    await client.unregister_worker_plugin("devctx")
-    await async_poll_for(lambda: not changes().keys() - {"tasks"}, timeout=10)
-    await assert_nothing_is_held(worker, "unregistering")
-
-
 # -- a task's threads
 
 

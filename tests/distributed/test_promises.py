@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from typing import Any
 
@@ -17,8 +16,7 @@ from distributed import (
     wait,
     worker_client,
 )
-from distributed.client import FutureCancelledError
-from distributed.utils_test import async_poll_for, inc, slowinc
+from distributed.utils_test import async_poll_for, inc
 
 from tests.distributed.devices import on_cluster
 
@@ -27,18 +25,6 @@ def promise(*nthreads: int, config: dict[str, Any] | None = None, **how: Any) ->
     """A test on a cluster, by default of two workers, that have the plugin."""
     settings = {**(config or {}), "distributed.worker.preload": ["dask_devctx"]}
     return on_cluster(*nthreads or (2, 2), config=settings, **how)
-
-
-@promise(1)
-async def test_cancellation(client: Any, worker: Any) -> None:
-    running = client.map(slowinc, range(10), delay=0.05)
-    last = running[-1]
-    await client.cancel(running)
-    assert last.cancelled()
-    with pytest.raises((asyncio.CancelledError, FutureCancelledError)):
-        await last
-    await async_poll_for(lambda: not worker.state.tasks, timeout=10)
-    assert await client.submit(inc, 1) == 2
 
 
 def _fibonacci(n: int) -> int:
@@ -64,20 +50,6 @@ async def test_tasks_that_make_tasks(client: Any) -> None:
     assert await client.submit(_fibonacci, 6) == 8
     assert await client.gather(client.map(_sums, [3, 4, 5])) == [6, 10, 15]
     assert await client.submit(_sums_async, 3) == 6
-
-
-@promise()
-async def test_what_is_dropped_is_forgotten(
-    client: Any, scheduler: Any, one: Any, two: Any
-) -> None:
-    futures = client.map(inc, range(50))
-    await wait(futures)
-    assert len(one.data) + len(two.data) == 50
-    del futures
-    await async_poll_for(lambda: not scheduler.tasks, timeout=10)
-    await async_poll_for(lambda: not one.data and not two.data, timeout=10)
-    assert not one.state.tasks
-    assert not two.state.tasks
 
 
 ran: list[str] = []
@@ -131,19 +103,6 @@ async def test_restarts(client: Any, scheduler: Any) -> None:
     assert len(scheduler.workers) == 2
     assert not before & set(scheduler.workers)
     assert await client.submit(inc, 2) == 3
-
-
-@promise(1, 1, Worker=Nanny)
-async def test_a_process_that_is_killed(client: Any) -> None:
-    def dies_once(x: int) -> int:
-        import os
-
-        if get_worker().name == 0:
-            os._exit(1)
-        return x
-
-    futures = client.map(dies_once, range(4), workers=[0, 1])
-    assert await client.gather(futures) == list(range(4))
 
 
 @promise()

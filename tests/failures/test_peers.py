@@ -130,21 +130,6 @@ def _all_is_well(client: Client, survivor: str, other: str) -> None:
     assert peers.nothing_staged(client)
 
 
-def test_a_receiver_that_is_killed_while_it_reads() -> None:
-    with peers.cluster(3) as (client, workers):
-        pids = client.run(_pid)
-        assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
-        made = client.submit(
-            peers.array, 1_000_000, 2.0, workers=workers[:1], allow_other_workers=True
-        )
-        wait(made, timeout=30)
-        client.run(peers.pause, "cuMemcpyAsync", 0.2, 100, workers=workers[1:2])
-        use = client.submit(_total, made, workers=workers[1:2], allow_other_workers=True)
-        peers.kill_when_paused(client, workers[1], pids[workers[1]])
-        assert use.result(timeout=60) == 2_000_000.0
-        _all_is_well(client, workers[0], workers[2])
-
-
 @pytest.mark.long
 def test_the_memory_of_a_worker_that_is_gone_is_not_kept_open() -> None:
     with peers.cluster(3) as (client, workers):

@@ -317,14 +317,6 @@ def test_a_module_that_fails_ends_it_with_the_reason(
     assert "libbroken.so is missing" in workers.said
 
 
-def test_the_page_of_deployment_names_the_command() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "deployment.md").read_text("utf-8")
-    commands = re.findall(r"dask devctx worker (tcp.*)$", page, re.M)
-    assert commands
-    for arguments in commands:
-        worker.make_context("worker", shlex.split(arguments))
-
-
 @pytest.mark.parametrize("flag", ["--shared-filesystem", "--enable-jit-unspill"])
 def test_options_that_are_not_needed_are_told(flag: str, started: list[dict[str, Any]]) -> None:
     result = run(ADDRESS, flag)

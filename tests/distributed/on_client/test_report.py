@@ -62,22 +62,6 @@ def run_some(client: Client) -> dict[str, int]:
     return ran
 
 
-def test_each_task_is_reported_where_it_ran(client: Client, cluster: LocalDeviceCluster) -> None:
-    ran = run_some(client)
-    rows = report(client)
-    good = [row for row in rows if row.outcome == "memory"]
-    assert {row.key: row.device_id for row in good} == ran
-    for row in rows:
-        assert row.uuid == Device(row.device_id).uuid
-        assert row.start is not None
-        assert row.stop is not None
-        assert row.worker in cluster.scheduler.workers
-    assert all(row.prefix == "nap" and 0.009 < row.stop - row.start < 1 for row in good)
-    (bad,) = [row for row in rows if row.outcome == "error"]
-    assert (bad.key, bad.device_id) == ("fail-1", 3)
-    assert [row.start for row in rows] == sorted(row.start for row in rows)
-
-
 def test_what_waits_and_what_runs(client: Client, cluster: LocalDeviceCluster) -> None:
     go = Event("go")
     with dask.annotate(device=1):

@@ -75,15 +75,6 @@ async def watching_the_loop() -> AsyncIterator[None]:
 
 
 @with_plugin()
-async def test_plain(client: Any) -> None:
-    futures = []
-    for wanted in [3, "cuda:2", Device(1), Device(0).uuid, "1"]:
-        with dask.annotate(device=wanted):
-            futures.append(client.submit(here, repr(wanted)))
-    assert await client.gather(futures) == [3, 2, 1, 0, 1]
-
-
-@with_plugin()
 async def test_retries(client: Any) -> None:
     with dask.annotate(device=2):
         assert await client.submit(flaky, retries=5) == 2
