@@ -39,28 +39,16 @@ def _duration(context: click.Context, parameter: click.Parameter, value: str) ->
 
 def finds_scheduler(function: Function) -> Function:
     """Decorate a command that takes the options of :func:`connected`."""
-    for option in reversed(
-        (
-            click.option(
-                "--scheduler-file", type=click.Path(exists=True), help="As of dask scheduler."
-            ),
-            click.option(
-                "--tls-ca-file", type=_PEM, help="Certificates of authorities, in PEM format."
-            ),
-            click.option("--tls-cert", type=_PEM, help="The client's certificate, in PEM format."),
-            click.option(
-                "--tls-key", type=_PEM, help="The certificate's private key, in PEM format."
-            ),
-            click.option(
-                "--timeout",
-                default="10s",
-                show_default=True,
-                callback=_duration,
-                help="How long to wait for the scheduler.",
-            ),
-        )
-    ):
-        function = option(function)
+    wait = {"default": "10s", "show_default": True, "callback": _duration}
+    options: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("--scheduler-file", "As of dask scheduler.", {"type": click.Path(exists=True)}),
+        ("--tls-ca-file", "Certificates of authorities, in PEM format.", {"type": _PEM}),
+        ("--tls-cert", "The client's certificate, in PEM format.", {"type": _PEM}),
+        ("--tls-key", "The certificate's private key, in PEM format.", {"type": _PEM}),
+        ("--timeout", "How long to wait for the scheduler.", wait),
+    )
+    for name, text, more in reversed(options):
+        function = click.option(name, help=text, **more)(function)
     return function
 
 

@@ -154,8 +154,10 @@ def _waiting_error(state: WorkerState, ts: Any, *error: Any, stimulus_id: str) -
     return state._transition_generic_error(ts, *error, stimulus_id=stimulus_id)
 
 
-def explain_gathers(explained: Callable[[Exception], Exception | None]) -> None:
-    """Let clients of this process raise an error's explanation, without dask's log of it."""
+def explain_gathers(
+    expected: Callable[[BaseException], bool], explained: Callable[[Exception], Exception]
+) -> None:
+    """Let clients of this process raise an expected error's explanation, without dask's log."""
     under_way: list[Client] = []
     original = getattr(Client, "_gather_remote", None)
     if original is None:  # a dask without it has messages of its own
@@ -167,15 +169,15 @@ def explain_gathers(explained: Callable[[Exception], Exception | None]) -> None:
         try:
             return await original(self, *args, **kwargs)
         except Exception as error:
-            if (better := explained(error)) is None:
+            if not expected(error):
                 raise
-            raise better from None
+            raise explained(error) from None
         finally:
             under_way.remove(self)
 
     def is_news(record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        return not (under_way and isinstance(error, Exception) and explained(error))
+        return not (under_way and error is not None and expected(error))
 
     Client._gather_remote = gather
     logging.getLogger("distributed.protocol.core").addFilter(is_news)

@@ -31,15 +31,15 @@ def warn_clients(scheduler: Scheduler, text: str) -> None:
     scheduler.log_event("warn", {"message": dumps(text), "category": dumps(UserWarning)})
 
 
-def answer(scheduler: Scheduler, handlers: Mapping[str, Callable[..., Any]]) -> None:
-    """Add handlers for messages to a scheduler."""
+@contextmanager
+def answering(scheduler: Scheduler, handlers: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """While it is open, a scheduler answers further messages."""
     scheduler.handlers.update(handlers)
-
-
-def answer_no_more(scheduler: Scheduler, ops: Iterable[str]) -> None:
-    """Remove a scheduler's handlers for these messages."""
-    for op in ops:
-        scheduler.handlers.pop(op, None)
+    try:
+        yield
+    finally:
+        for op in handlers:
+            scheduler.handlers.pop(op, None)
 
 
 async def ask(scheduler: Scheduler, address: str, op: str, **content: Any) -> Any:

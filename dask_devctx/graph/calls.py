@@ -130,9 +130,7 @@ for _name in ("submit", "map", "compute", "persist", "get"):
     setattr(Client, _name, _watched(_name, getattr(Client, _name)))
 
 
-def _no_room(error: Exception) -> DeviceMemoryError | None:
-    if not is_out_of_memory(error):
-        return None
+def _no_room(error: Exception) -> DeviceMemoryError:
     why = (
         "the values arrive on the current or first device of this process, which has no room for "
         "them. Gather fewer at a time, or copies on the host: client.gather(client.map(to_device, "
@@ -142,4 +140,4 @@ def _no_room(error: Exception) -> DeviceMemoryError | None:
     return DeviceMemoryError(*said, requested_nbytes(error))
 
 
-explain_gathers(_no_room)
+explain_gathers(is_out_of_memory, _no_room)

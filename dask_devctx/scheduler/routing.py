@@ -114,9 +114,12 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             self._cluster, lambda host: internals.addresses_at(scheduler, host)
         )
         self._actors = ActorDevices(scheduler, self._cluster)
+        self._steps = ExitStack()
         self._pages: ExitStack | None = None  # while any worker uses devices
         self.history = DeviceHistory(scheduler, lambda: self._cluster.using)
         self.counts = Counts(scheduler)
+        self._steps.callback(self.history.close)
+        self._steps.callback(self._actors.close)
         for address in scheduler.workers:
             self._cluster.join(address, time())
         self._suspects = SuspectTasks(scheduler)
@@ -129,10 +132,8 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             KEEP: self._keeps,
             CLAIM: self._sharing.claim,
         }
-        self._handlers = {
-            op: update_wrapper(partial(self._answer, op, act), act) for op, act in acts.items()
-        }
-        internals.answer(scheduler, self._handlers)
+        handlers = {op: update_wrapper(partial(self._answer, op, a), a) for op, a in acts.items()}
+        self._steps.enter_context(internals.answering(scheduler, handlers))
         tasks = list(scheduler.tasks.values())
         self._restrict(tasks)
         internals.schedule_again(scheduler, tasks)
@@ -140,10 +141,8 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     async def close(self) -> None:
         """Stop answering the workers' messages."""
-        internals.answer_no_more(self.scheduler, self._handlers)
-        self._actors.close()
+        self._steps.close()
         self._close_pages()
-        self.history.close()
 
     def update_graph(
         self,
