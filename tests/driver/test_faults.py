@@ -24,22 +24,6 @@ def test_what_is_cleared_works_again(machine):
         assert machine.faults.calls["cuCtxSynchronize"] == asked + 1
 
 
-@pytest.mark.parametrize("function", ["cuIpcGetMemHandle", "cuMemcpyAsync", "cuStreamSynchronize"])
-def test_one_call_of_many_fails(machine, function):
-    calls = Device(0)._backend.calls
-    with Device(0):
-        pointer = calls.work.allocate(16)
-        use = {
-            "cuIpcGetMemHandle": lambda: calls.work.ipc_export(pointer),
-            "cuMemcpyAsync": lambda: calls.work.copy(pointer, pointer + 8, 8, 0),
-            "cuStreamSynchronize": lambda: calls.work.stream_synchronize(0),
-        }[function]
-        machine.faults.inject(function, CUresult.CUDA_ERROR_UNKNOWN)
-        with pytest.raises(DriverError, match=f"{function} failed with CUDA_ERROR_UNKNOWN"):
-            use()
-        use()
-
-
 def test_a_device_that_fell_off_the_bus_copies_nothing(machine):
     calls = Device(0)._backend.calls
     with Device(0):

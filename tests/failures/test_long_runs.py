@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -26,7 +27,6 @@ def run(script: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.long
 def test_soak() -> None:
     few = ("--tasks", "100", "--batch", "50", "--seed", "199", "--guilty", "1", "--faults", "10")
     shown = run("tests.soak", *few)
@@ -35,7 +35,6 @@ def test_soak() -> None:
     assert "every result right, nothing lost" in shown
 
 
-@pytest.mark.long
 def test_an_interrupted_soak_prints_its_table() -> None:
     command = [sys.executable, "-m", "tests.soak", "--tasks", "1000000", "--batch", "20"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as soak:
@@ -48,7 +47,7 @@ def test_an_interrupted_soak_prints_its_table() -> None:
     assert soak.returncode == 0
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("workers", [1, 4])
 def test_blame(workers: int) -> None:
     shown = run("tests.blame", "--times", "1", "--workers", str(workers))
     assert "only suspect in 1; 0 good tasks were wrong or erred" in shown
