@@ -105,29 +105,22 @@ class LaneAxis:
             self.range.factors = list(lanes.factors) or [""]
 
 
-def plot_named(name: str, title: str, **kwargs: Any) -> figure:
-    """Return an empty plot."""
+def over_time(name: str, title: str, times: TimeAxis, lanes: LaneAxis) -> figure:
+    """Return an empty plot of lanes over time."""
     plot = figure(
-        name=name, title=title, toolbar_location="above", sizing_mode="stretch_both",
-        min_border_left=10, min_border_right=10, outline_line_color=None, **kwargs,
+        name=name, title=title, x_range=times.range, y_range=lanes.range, x_axis_type="datetime",
+        tools="xpan,xwheel_zoom,xbox_zoom,reset,save", toolbar_location="above",
+        sizing_mode="stretch_both", min_border_left=10, min_border_right=10,
+        outline_line_color=None, output_backend="canvas",
     )  # fmt: skip
     plot.toolbar.logo = None
     plot.axis.major_tick_line_color = None
-    plot.axis.axis_label_text_font_style = "normal"
-    return plot
-
-
-def over_time(name: str, title: str, times: TimeAxis, lanes: LaneAxis) -> figure:
-    """Return an empty plot of lanes over time."""
-    plot = plot_named(
-        name, title, x_range=times.range, y_range=lanes.range, x_axis_type="datetime",
-        tools="xpan,xwheel_zoom,xbox_zoom,reset,save", output_backend="canvas",
-    )  # fmt: skip
     plot.ygrid.grid_line_color = None
     plot.xaxis.formatter.update(context=None, strip_leading_zeros=False, **_CLOCK)
     plot.xaxis.update(
-        axis_label="time of day", axis_label_text_font_size="11px", axis_label_standoff=0
-    )
+        axis_label="time of day", axis_label_text_font_size="11px", axis_label_standoff=0,
+        axis_label_text_font_style="normal",
+    )  # fmt: skip
     return plot
 
 
