@@ -97,8 +97,8 @@ class Event:
 
     def record(self, stream: int, *, at_once: bool = False) -> Self:
         """Record the event in a stream; waits while a capture forbids the legacy stream."""
-        if stream == LEGACY_STREAM:
-            self._wait_for_captures()
+        if stream == LEGACY_STREAM and self._calls.is_capturing(LEGACY_STREAM):
+            wait_for_captures()
         self._calls.event_record(self._handle, stream, at_once=at_once)
         return self
 
@@ -108,22 +108,9 @@ class Event:
 
     def holds_back(self, stream: int) -> None:
         """Make a stream wait for the event, as :meth:`record` uses a stream."""
-        if stream == LEGACY_STREAM:
-            self._wait_for_captures()
+        if stream == LEGACY_STREAM and self._calls.is_capturing(LEGACY_STREAM):
+            wait_for_captures()
         self._calls.stream_wait(stream, self._handle)
-
-    def _wait_for_captures(self) -> None:
-        """Wait until no other thread's capture forbids the current device's legacy stream."""
-        captured = self._calls.is_capturing
-        if not captured(LEGACY_STREAM):
-            return
-        device = Device.current()
-        streams = () if device is None else current_streams(device)
-        if any(captured(stream) for stream in streams if stream != LEGACY_STREAM):
-            return  # this thread's own capture would never end: the driver says what is wrong
-        until = time.monotonic() + LONGEST_CAPTURE_S
-        while captured(LEGACY_STREAM) and time.monotonic() < until:
-            time.sleep(_POLL_S)
 
     def done(self) -> bool:
         """Return whether the device has reached the event."""
@@ -294,6 +281,19 @@ def is_captured(device: Device) -> bool:
     """Return whether work for a device's legacy stream would spoil a graph under capture."""
     with device:
         return device._backend.calls.work.is_capturing(LEGACY_STREAM)
+
+
+def wait_for_captures() -> None:
+    """Wait until no other thread's capture forbids the current device's legacy stream."""
+    device = Device.current()
+    if device is None:
+        return
+    captured = device._backend.calls.work.is_capturing
+    if any(captured(stream) for stream in current_streams(device) if stream != LEGACY_STREAM):
+        return  # this thread's own capture would never end: the driver says what is wrong
+    until = time.monotonic() + LONGEST_CAPTURE_S
+    while captured(LEGACY_STREAM) and time.monotonic() < until:
+        time.sleep(_POLL_S)
 
 
 # -- values that must live until some work is done

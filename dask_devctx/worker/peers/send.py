@@ -16,7 +16,7 @@ from distributed.protocol.serialize import Serialize, Serialized
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.transfer import Stamp, nbytes_by_device
-from dask_devctx.transfer.events import LONGEST_CAPTURE_S, is_captured
+from dask_devctx.transfer.events import is_captured, wait_for_captures
 from dask_devctx.transfer.ipc.messages import Header
 from dask_devctx.transfer.ipc.parcel import Parcel, pack
 from dask_devctx.transfer.ipc.sending import Sending
@@ -34,7 +34,6 @@ _ROOM_LOOK_S: Final = 0.05
 # After a connection ended, its receiver may still be in the middle of a copy. The staging memory is
 # kept for this long.
 _GRACE_S: Final = 5.0
-_POLL_S: Final = 0.001
 _NO_ROOM: Final = "there was no staging memory for them (ipc_staging)"
 
 Places = dict[Hashable, dict[Device, int]]
@@ -219,10 +218,8 @@ def on_devices(
 def _packed(values: Mapping[Hashable, Any], device: Device, stamps: Collection[Stamp]) -> Parcels:
     """Return the values that have parts on a device, packed."""
     parcels: Parcels = {}
-    until = time.monotonic() + LONGEST_CAPTURE_S  # some types cannot be packed without spoiling it
-    while is_captured(device) and time.monotonic() < until:
-        time.sleep(_POLL_S)
     with device:
+        wait_for_captures()  # some types cannot be packed without spoiling one
         if not all(stamp.done() for stamp in stamps):
             for stamp in stamps:
                 stamp.hold_back_readers()  # for copies that the packing makes
