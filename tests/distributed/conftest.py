@@ -11,7 +11,7 @@ from pathlib import Path
 
 import dask
 import pytest
-from distributed import utils_test
+from distributed import Client, LocalCluster, utils_test
 
 from dask_devctx.driver.simulated import SimulatedMachine
 from tests.distributed.starting import forked_workers
@@ -38,3 +38,10 @@ def lock_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
     # gen_cluster goes back to the configuration that dask had when its test module was imported.
     with dask.config.set(setting), dask.config.set(setting, config=utils_test.original_config):
         yield directory
+
+
+@pytest.fixture
+def client(cluster: LocalCluster) -> Iterator[Client]:
+    """A client of the module's own ``cluster``."""
+    with Client(cluster) as client:
+        yield client

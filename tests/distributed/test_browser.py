@@ -159,25 +159,25 @@ def test_the_page_of_a_job_that_runs(client: Client, tmp_path: Path) -> None:
         assert "fails-1" in table
         assert "no &lt;b&gt;rows&lt;/b&gt; in this file" in table
 
-        for theme, background in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(21, 25, 28)")):
+        for theme, background, size in (
+            ("light", "rgb(255, 255, 255)", (1280, 900)),
+            ("dark", "rgb(21, 25, 28)", (3840, 2160)),
+        ):
             if theme == "dark":
                 page.get(f"{url}?theme=dark")
                 until(lambda: {*rows("timeline", "key")}, lambda shown: shown == keys)
-            for width, height in ((1280, 900), (3840, 2160)):
-                page.set_window_size(width, height)
-                layout = until(
-                    lambda: page.execute_script(LAYOUT), lambda layout: layout["wide"] <= 0
-                )
-                page.save_screenshot(str(tmp_path / f"{theme}-{width}.png"))
-                assert layout["background"] == background
-                assert len(layout["boxes"]) == 6
-                for box in layout["boxes"]:
-                    assert box["left"] >= 0
-                    assert box["left"] + box["width"] <= width
-                    assert box["width"] >= 500
-                    assert box["height"] >= 120
-                    assert box["shown"][0] <= box["width"] + 1
-                    assert box["shown"][1] <= box["height"] + 1
+            page.set_window_size(*size)
+            layout = until(lambda: page.execute_script(LAYOUT), lambda layout: layout["wide"] <= 0)
+            page.save_screenshot(str(tmp_path / f"{theme}.png"))
+            assert layout["background"] == background
+            assert len(layout["boxes"]) == 6
+            for box in layout["boxes"]:
+                assert box["left"] >= 0
+                assert box["left"] + box["width"] <= size[0]
+                assert box["width"] >= 500
+                assert box["height"] >= 120
+                assert box["shown"][0] <= box["width"] + 1
+                assert box["shown"][1] <= box["height"] + 1
         assert errors_of(page) == []
 
 

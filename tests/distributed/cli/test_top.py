@@ -50,9 +50,12 @@ def test_the_state_is_printed_once(client: Client) -> None:
     stop = threading.Event()
 
     def keep_busy() -> None:
-        while not stop.is_set():
-            with dask.annotate(device=1):
-                client.gather(client.map(nap, [0.02] * 10, pure=False))
+        """Let tasks wait for the device all the time, so that there is one whenever top looks."""
+        batches: list[Any] = []
+        with dask.annotate(device=1):
+            while not stop.is_set():
+                batches.append(client.map(nap, [0.05] * 10, pure=False))
+                wait(batches[-3:-2])
 
     busy = threading.Thread(target=keep_busy)
     busy.start()

@@ -36,12 +36,6 @@ def cluster() -> Iterator[LocalDeviceCluster]:
         yield cluster
 
 
-@pytest.fixture
-def client(cluster: LocalDeviceCluster) -> Iterator[Client]:
-    with Client(cluster) as client:
-        yield client
-
-
 def nap(seconds: float) -> int:
     time.sleep(seconds)
     device = Device.current()

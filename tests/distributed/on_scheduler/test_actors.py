@@ -65,12 +65,6 @@ def cluster() -> Iterator[LocalDeviceCluster]:
         yield cluster
 
 
-@pytest.fixture
-def client(cluster: LocalDeviceCluster) -> Iterator[Client]:
-    with Client(cluster) as client:
-        yield client
-
-
 def serve(client: Client, **asked: Any) -> Any:
     with dask.annotate(**asked):
         return client.submit(Server, actor=True, pure=False).result(timeout=15)

@@ -41,12 +41,6 @@ def cluster() -> Iterator[LocalDeviceCluster]:
         yield cluster
 
 
-@pytest.fixture
-def client(cluster: LocalDeviceCluster) -> Iterator[Client]:
-    with Client(cluster) as client:
-        yield client
-
-
 def holder(cluster: LocalCluster, ordinal: int) -> Worker:
     return worker_with(cluster.workers.values(), ordinal)
 
@@ -62,14 +56,6 @@ def test_every_name_reaches_its_holder(client: Client) -> None:
         names = (device, device.uuid, device.uuid[:12], ordinal, str(device), device.pci_bus_id)
         found = client.gather([run_on(client, name) for name in names])
         assert found == [device.uuid] * len(names)
-
-
-def test_a_device_that_nobody_has_fails_its_task(client: Client) -> None:
-    for wanted in (4, "GPU-ffffffff", "0000:ff:00.0", "banana"):
-        error = run_on(client, wanted).exception(timeout=5)
-        assert isinstance(error, DeviceNotFoundError)
-        assert error.requested == wanted
-    assert isinstance(run_on(client, 1.5).exception(timeout=5), TypeError)
 
 
 def test_the_users_restrictions_hold_as_well(client: Client, cluster: LocalDeviceCluster) -> None:
