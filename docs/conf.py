@@ -104,7 +104,7 @@ def link_pages(app: Any, kind: str, name: str, obj: Any, options: Any, lines: li
     """Make links of the pages that a docstring names."""
     lines[:] = re.sub(
         r'"([^"]+)"\s+in\s+the\s+documentation',
-        lambda named: f":doc:`{named[1]} </{TITLES[named[1]]}>`",
+        lambda named: f":doc:`/{TITLES[' '.join(named[1].split())]}`",
         "\n".join(lines),
     ).split("\n")
 
