@@ -26,12 +26,22 @@ REASONS = {
     "test_executor_offload": "a task runs on its device's threads, not on another executor",
     "test_executor_inherit_threadname_from_worker": "a device's threads have the device's name",
     "test_worker_client_rejoins": "a task rejoins the threads of its device",
-    "test_memory_no_zict": "a mapping of this package holds values that may leave their devices",
-    "test_memory_limit_none": "a mapping of this package holds values that may leave their devices",
     "test_new_metrics_during_heartbeat": "the connection to the scheduler is open already: dask's "
     "own second heartbeat yields as often",
     "test_Client_twice": "a second cluster on the same machine needs devices of its own",
 }
+# They ask for the type of a worker's data.
+DATA_TYPES = (
+    *("test_dict_data_if_no_spill_to_disk", "test_worker_data_callable_kwargs"),
+    *("test_worker_data_callable_local_directory", "test_override_data_vs_memory_monitor"),
+    *("test_worker_data_callable_local_directory_kwargs", "test_manual_evict_proto"),
+    *("test_override_data_worker", "test_override_data_nanny"),
+    *("test_avoid_memory_monitor_if_zero_limit_worker",),
+    *("test_avoid_memory_monitor_if_zero_limit_nanny",),
+)
+REASONS |= dict.fromkeys(
+    DATA_TYPES, "a mapping of this package holds values that may leave their devices"
+)
 MODULES = (
     *(f"tests/test_{name}.py" for name in ("scheduler", "active_memory_manager", "reschedule")),
     *(f"tests/test_{name}.py" for name in ("semaphore", "queues", "locks", "events", "variable")),

@@ -227,11 +227,11 @@ def _stimulus() -> str:
 @contextmanager
 def replaced_data(
     worker: Worker,
-    wrap: Callable[[MutableMapping[Any, Any]], MutableMapping[Any, Any]],
+    data: MutableMapping[Any, Any],
     unwrap: Callable[[], MutableMapping[Any, Any]],
 ) -> Iterator[None]:
     """While it is open, a worker keeps its data in another mapping."""
-    _set_data(worker, wrap(worker.data))
+    _set_data(worker, data)
     try:
         yield
     finally:

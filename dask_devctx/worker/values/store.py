@@ -12,6 +12,7 @@ from collections.abc import (
     Hashable,
     Iterable,
     Iterator,
+    Mapping,
     MutableMapping,
 )
 from contextvars import ContextVar
@@ -62,7 +63,10 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
         if isinstance(data, Store):  # of a plugin that was removed while values were away
             self.raw = data.raw
             _dict.update(self, _dict.items(data))
-        self._in_memory = getattr(self.raw, "fast", self.raw)
+        # A mapping of the user's may have its values anywhere: it gets no `Value`, and is not read.
+        fast = getattr(self.raw, "fast", self.raw)
+        self._shows = isinstance(fast, dict) or (fast is not self.raw and isinstance(fast, Mapping))
+        self._in_memory: Mapping[Any, Any] = fast if self._shows else {}
         if isinstance(data, Store):
             for value in [*_dict.values(self), *self._in_memory.values()]:
                 if value.__class__ is Value:
@@ -115,6 +119,9 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
             del self[key]
         if whole.__class__ is Value:  # it comes from another worker, in host memory
             self.spill.adopt(whole)
+            if not self._shows:
+                _dict.__setitem__(self, key, whole)
+                return
         elif (found := walk.find(whole.__class__)) is not None:
             value = self.made.pop(key, None)
             if value is None or value.value is not whole:
@@ -179,7 +186,7 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
 
     def _put(self, value: Value) -> None:
         """Store a value that is on devices: with dask's own if it has much host memory, too."""
-        if value.has_host_memory:
+        if value.has_host_memory and self._shows:
             self.raw[value.key] = value  # dask counts the host memory, and writes it to disk
             _dict.__setitem__(self, value.key, _IN_RAW)
         else:
@@ -231,6 +238,8 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
 
     def moved(self, value: Value) -> None:
         """Show dask a value that was spilled as host data, or no longer; on the event loop."""
+        if not self._shows:
+            return
         key = value.key
         is_mine, in_raw = _dict.get(self, key) is value, self._in_memory.get(key) is value
         if value.is_away and (is_mine or in_raw):

@@ -70,13 +70,6 @@ def storing(
         if isinstance(worker.data, Store):  # another plugin's meanwhile
             worker.data.moved(value)
 
-    store: Store
-
-    def wrap(data: MutableMapping[Any, Any]) -> Store:
-        nonlocal store
-        store = Store(data, spill, copies)
-        return store
-
     def unwrap() -> MutableMapping[Any, Any]:
         spill.stop()
         pool.close()
@@ -91,9 +84,10 @@ def storing(
     spill.next_use, spill.moved = next_use, moved
     spill.moved_bytes, spill.on_failure = moved_bytes, on_failure
     spill.looks_at_others = not rmm_keeps_memory(options)
+    store = Store(worker.data, spill, copies)
     try:
         with (
-            replaced_data(worker, wrap, unwrap),
+            replaced_data(worker, store, unwrap),
             wrapped_handler(worker, "get_data", lambda get: store.sending(get, takes_values)),
         ):
             spill.start()

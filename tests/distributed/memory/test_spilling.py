@@ -7,15 +7,16 @@ import os
 import signal
 import sys
 import time
+from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, Worker, futures_of, wait
+from distributed import Client, LocalCluster, Worker, futures_of, wait
 
 from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, SimulatedArray, driver, report
 from dask_devctx.driver.simulated import SimulatedMachine
@@ -261,3 +262,41 @@ def test_values_that_are_away_outlive_the_plugin() -> None:
             lambda dask_worker: {type(value).__name__ for value in dask_worker.data.values()}
         )
         assert set().union(*kinds.values()) == {"SimulatedArray", "int"}
+
+
+class OfAUser(UserDict[Any, Any]):
+    """A mapping as dask allows one: its ``fast`` is no mapping, and it says what was read."""
+
+    read: ClassVar[list[Any]] = []
+
+    @property
+    def fast(self) -> set[Any]:
+        return set(self.data)
+
+    def __getitem__(self, key: Any) -> Any:
+        self.read.append(key)
+        return super().__getitem__(key)
+
+
+def test_a_mapping_of_the_users_holds_host_data_only_and_is_not_read_for_nothing() -> None:
+    with (
+        LocalCluster(
+            n_workers=1, threads_per_worker=8, processes=False, dashboard_address=":0", data=OfAUser
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        client.register_plugin(DevicePlugin(devices=[0], device_memory_limit="3 MiB"))
+        on_host = client.submit(np.zeros, 10)
+        made = [client.submit(SimulatedArray.asarray, np.full(MIB // 8, n)) for n in range(6)]
+        totals = [client.submit(lambda x: int(x.sum()), x) for x in made]
+        assert client.gather(totals) == [n * MIB // 8 for n in range(6)]
+        assert sum(row.spills for row in report(client).devices) > 0
+        (worker,) = cluster.workers.values()
+        mine = {future.key for future in made}
+        assert mine.isdisjoint(worker.data.raw.data)
+        assert on_host.key in worker.data.raw.data
+        OfAUser.read.clear()
+        on_host.release()
+        del made, totals
+        assert peers.until(lambda: not worker.data, 20)
+        assert OfAUser.read == []
