@@ -50,6 +50,7 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
     # call of Python's.
     __contains__ = _dict.__contains__
     __len__ = _dict.__len__
+    __ne__ = object.__ne__  # the opposite of `Mapping.__eq__`; the dictionary's compares the notes
 
     def __init__(self, data: MutableMapping[Any, Any], spill: Spill, copies: Copies | None) -> None:
         super().__init__()

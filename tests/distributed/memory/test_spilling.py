@@ -286,17 +286,21 @@ def test_a_mapping_of_the_users_holds_host_data_only_and_is_not_read_for_nothing
         Client(cluster) as client,
     ):
         client.register_plugin(DevicePlugin(devices=[0], device_memory_limit="3 MiB"))
+        (worker,) = cluster.workers.values()
+        five = client.submit(int, 5)
+        assert five.result() == 5
+        assert worker.data == {five.key: 5}
+        assert not worker.data != {five.key: 5}  # noqa: SIM202
         on_host = client.submit(np.zeros, 10)
         made = [client.submit(SimulatedArray.asarray, np.full(MIB // 8, n)) for n in range(6)]
         totals = [client.submit(lambda x: int(x.sum()), x) for x in made]
         assert client.gather(totals) == [n * MIB // 8 for n in range(6)]
         assert sum(row.spills for row in report(client).devices) > 0
-        (worker,) = cluster.workers.values()
         mine = {future.key for future in made}
         assert mine.isdisjoint(worker.data.raw.data)
         assert on_host.key in worker.data.raw.data
         OfAUser.read.clear()
         on_host.release()
-        del made, totals
+        del five, made, totals
         assert peers.until(lambda: not worker.data, 20)
         assert OfAUser.read == []
