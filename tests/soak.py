@@ -53,9 +53,8 @@ from dask_devctx import (
     task_devices,
 )
 from dask_devctx.cuda.scope import open_scopes
-from tests.blame import bad_cupy
 
-DEVICES, WORKERS = 4, 2
+DEVICES = 4
 SETTINGS = {
     # Innocent tasks lose their workers again and again here.
     "distributed.scheduler.allowed-failures": 1000,
@@ -155,12 +154,62 @@ def meet(function: str, status: CUresult, at_exit: bool, *arrays: Any) -> int:
     return total(*[array.copy_to(array.device) for array in arrays])
 
 
-def break_device(after_s: float) -> str:
+def break_device(after_s: float, library: str) -> str:
     """Leave a kernel that breaks the device; count as done, unless it breaks at once."""
     if faults() is None:
-        return bad_cupy(after_s)
-    faults().poison(CUresult.CUDA_ERROR_ILLEGAL_ADDRESS, after_s=after_s)
+        BREAKING[library](after_s)
+    else:
+        faults().poison(CUresult.CUDA_ERROR_ILLEGAL_ADDRESS, after_s=after_s)
     return "looks good"
+
+
+def break_with_cupy(after_s: float) -> None:
+    import cupy
+
+    source = r"""
+    extern "C" __global__ void write(long long where, unsigned long long cycles) {
+        unsigned long long start = clock64();  // so a clock that jumps back ends the wait
+        while (clock64() - start < cycles) {}
+        *(volatile int*)where = 1;
+    }
+    """
+    arguments = (np.int64(16), np.int64(after_s * 1.7e9))
+    cupy.RawKernel(source, "write")((1,), (1,), arguments)
+    if not after_s:  # as in a task that waits for its kernel, and raises CuPy's own error
+        cupy.cuda.get_current_stream().synchronize()
+
+
+def break_with_torch(after_s: float) -> None:
+    import torch
+
+    values = torch.zeros(8, device="cuda")
+    far = torch.full((1,), 10**9, dtype=torch.int64, device="cuda")
+    torch.cuda._sleep(int(after_s * 1.7e9))
+    values[far] = 1.0  # the kernel asserts that the index is in range
+
+
+@functools.cache
+def writing_with_numba() -> Any:
+    if not hasattr(np, "row_stack"):  # older versions of Numba ask for it, NumPy 2.4 has it not
+        np.row_stack = np.vstack
+    from numba import cuda
+
+    def write(values: Any, where: int, times: int) -> None:
+        for _ in range(times):
+            cuda.nanosleep(500_000)
+        values[where] = 1
+
+    return cuda.jit(write)
+
+
+def break_with_numba(after_s: float) -> None:
+    from numba import cuda
+
+    values = cuda.to_device(np.zeros(8, dtype=np.int64))
+    writing_with_numba()[1, 1](values, 1 << 40, int(after_s / 0.0005))
+
+
+BREAKING = {"cupy": break_with_cupy, "torch": break_with_torch, "numba": break_with_numba}
 
 
 @functools.cache
@@ -247,9 +296,11 @@ class Task:
 class Batch:
     """Random tasks, the same for the same seed and number."""
 
-    def __init__(self, seed: int, number: int, size: int, devices: int, guilty: float) -> None:
-        self.name, self._devices = f"{seed}.{number}", devices
+    def __init__(self, arguments: argparse.Namespace, number: int) -> None:
+        self.name, self._devices = f"{arguments.seed}.{number}", arguments.devices
+        self._shared = arguments.devices >= 2 * arguments.workers  # a worker has two devices
         self._random = chance = random.Random(self.name)
+        size = arguments.batch
         made, changed = size * 3 // 10, size * 2 // 10
         self.tasks = [self._made() for _ in range(made)]
         deck = self._deck()
@@ -257,8 +308,9 @@ class Batch:
         self.arrays = len(self.tasks)  # each of them is in the sum of another task
         deck = self._deck()
         self.tasks += [self._total(next(deck), deck) for _ in range(size - self.arrays)]
-        if chance.random() < guilty:
-            broken = Task(GUILTY, break_device, None, (chance.choice([0, 0.01, 0.1]),))
+        if chance.random() < arguments.guilty:
+            given = (chance.choice([0, 0.01, 0.1]), arguments.library)
+            broken = Task(GUILTY, break_device, None, given)
             self.tasks.insert(chance.randrange(self.arrays, len(self.tasks)), broken)
 
     def _deck(self) -> Iterator[Task]:
@@ -287,8 +339,8 @@ class Batch:
         choice = self._random.choice
         inputs = [first, *itertools.islice(deck, choice([0, 0, 0, 1, 1, 2]))]
         kind = choice(KINDS + list(MET) * (self._random.random() < 0.05))
-        if kind == "across" and self._devices < 2 * WORKERS:
-            kind = "plain"  # no worker has two devices
+        if kind == "across" and not self._shared:
+            kind = "plain"
         # A function, arguments before the inputs, and annotations.
         called: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
             "plain": (total, (), self._somewhere()),
@@ -410,7 +462,7 @@ def run(arguments: argparse.Namespace, ended: threading.Event) -> bool:
     own: dict[str, Any] = {} if arguments.gpus else {"device_memory_limit": "6 MiB"}
     with (
         LocalDeviceCluster(
-            n_workers=WORKERS,
+            n_workers=arguments.workers,
             oom_retries=3,
             dashboard_address=":0",
             silence_logs=logging.CRITICAL,
@@ -425,8 +477,7 @@ def run(arguments: argparse.Namespace, ended: threading.Event) -> bool:
         for number in itertools.count():
             more = number * arguments.batch < arguments.tasks and time.monotonic() < until
             if more and not ended.is_set():
-                size, guilty = arguments.batch, arguments.guilty
-                batch = Batch(arguments.seed, number, size, arguments.devices, guilty)
+                batch = Batch(arguments, number)
                 batch.submit(client)
                 pending.append(batch)
                 if len(pending) < arguments.under_way:
@@ -449,7 +500,7 @@ def run(arguments: argparse.Namespace, ended: threading.Event) -> bool:
                 print(f"{said - began:.0f} s: {outcomes.total()} tasks", flush=True)
         took = time.monotonic() - began
         made.close()
-        left = settle(client)
+        left = settle(client, arguments.workers)
     print(f"seed {arguments.seed}: {outcomes.total()} tasks in {took:.0f} s")
     for (kind, outcome), count in sorted(outcomes.items()):
         print(f"  {kind:28}{count} {outcome}")
@@ -466,9 +517,9 @@ def run(arguments: argparse.Namespace, ended: threading.Event) -> bool:
     return well
 
 
-def settle(client: Client) -> Counter[str]:
+def settle(client: Client, workers: int) -> Counter[str]:
     """Return the sums of what is left in the workers, once all of them are there."""
-    client.wait_for_workers(WORKERS, timeout=180)
+    client.wait_for_workers(workers, timeout=180)
     until = time.monotonic() + 60
     while True:
         left: Counter[str] = Counter()
@@ -500,7 +551,9 @@ def main(given: list[str]) -> int:
     parser.add_argument("--batch", type=int, default=1000, metavar="TASKS")
     parser.add_argument("--under-way", type=int, default=4, metavar="BATCHES", help="at a time")
     parser.add_argument("--devices", type=int, default=DEVICES, help="how many there are")
+    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--gpus", action="store_true", help="real ones, with CuPy")
+    parser.add_argument("--library", choices=BREAKING, default="cupy", help="breaks real ones")
     parser.add_argument("--faults", type=float, default=1.0, help="times the usual number")
     parser.add_argument("--guilty", type=float, default=0.1, help="such tasks in a batch")
     parser.add_argument("--patience", type=float, default=240.0, metavar="SECONDS")

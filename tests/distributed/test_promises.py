@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import dask
@@ -10,9 +9,7 @@ import pytest
 from distributed import (
     Event,
     Nanny,
-    get_client,
     get_worker,
-    secede,
     wait,
     worker_client,
 )
@@ -35,21 +32,9 @@ def _fibonacci(n: int) -> int:
         return sum(client.gather(parts))
 
 
-def _sums(n: int) -> int:
-    futures = get_client().map(inc, range(n))
-    secede()
-    return sum(get_client().gather(futures))
-
-
-async def _sums_async(n: int) -> int:
-    return sum(await get_client().gather(get_client().map(inc, range(n))))
-
-
 @promise(1, 1)
 async def test_tasks_that_make_tasks(client: Any) -> None:
     assert await client.submit(_fibonacci, 6) == 8
-    assert await client.gather(client.map(_sums, [3, 4, 5])) == [6, 10, 15]
-    assert await client.submit(_sums_async, 3) == 6
 
 
 ran: list[str] = []
@@ -70,18 +55,6 @@ async def test_priorities(client: Any, worker: Any) -> None:
 
 def _record(name: str) -> None:
     ran.append(name)
-
-
-@promise(4)
-async def test_as_many_at_a_time_as_threads(client: Any) -> None:
-    def meet(_: int) -> int:
-        return int(_barrier().wait(20) >= 0)
-
-    assert await client.gather(client.map(meet, range(4))) == [1] * 4
-
-
-def _barrier(known: dict[str, threading.Barrier] = {}) -> threading.Barrier:  # noqa: B006
-    return known.setdefault("four", threading.Barrier(4))
 
 
 @promise()

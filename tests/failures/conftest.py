@@ -19,12 +19,13 @@ from cuda.bindings.driver import CUresult
 from dask._task_spec import Task
 from distributed import Client
 
-from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, devices, driver
+from dask_devctx import Device, DevicePlugin, devices, driver
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.worker.failures.attribution import Failure
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.placement.admission import WHOLE
 from dask_devctx.worker.run import DeviceRun
+from tests.distributed.devices import started
 from tests.distributed.starting import forked_workers
 
 
@@ -75,10 +76,7 @@ def _open_files() -> list[str]:
 def client(request: pytest.FixtureRequest) -> Iterator[Client]:
     """A client of a cluster in this process; a parameter has the plugin's options."""
     plugin = DevicePlugin(**getattr(request, "param", {}))
-    with (
-        LocalDeviceCluster(processes=False, dashboard_address=":0", plugin=plugin) as cluster,
-        Client(cluster) as client,
-    ):
+    with started(plugin=plugin) as client:
         yield client
 
 
@@ -88,10 +86,7 @@ def apart(request: pytest.FixtureRequest) -> Iterator[Client]:
     plugin = DevicePlugin(**getattr(request, "param", {}))
     with (
         dask.config.set({"distributed.scheduler.allowed-failures": 2}),
-        LocalDeviceCluster(
-            n_workers=1, dashboard_address=":0", silence_logs=False, plugin=plugin
-        ) as cluster,
-        Client(cluster) as client,
+        started(n_workers=1, silence_logs=False, plugin=plugin, processes=True) as client,
     ):
         yield client
 

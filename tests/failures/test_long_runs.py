@@ -1,4 +1,4 @@
-"""``make soak`` and ``make blame``, at a small size."""
+"""``make soak``, at a small size."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ pytestmark = pytest.mark.long
 ROOT = Path(__file__).parent.parent.parent
 
 
-def run(script: str, *arguments: str) -> str:
+@pytest.mark.parametrize("workers", ["1", "2", "4"])
+def test_soak(workers: str) -> None:
+    few = ("--tasks", "100", "--batch", "50", "--seed", "199", "--guilty", "1", "--faults", "10")
     done = subprocess.run(
-        [sys.executable, "-m", script, *arguments],
+        [sys.executable, "-m", "tests.soak", *few, "--workers", workers],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -24,15 +26,9 @@ def run(script: str, *arguments: str) -> str:
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
-    return done.stdout
-
-
-def test_soak() -> None:
-    few = ("--tasks", "100", "--batch", "50", "--seed", "199", "--guilty", "1", "--faults", "10")
-    shown = run("tests.soak", *few)
-    assert re.search(r"seed 199: 10\d tasks", shown)
-    assert re.search(r"  guilty +\d found\n", shown)
-    assert "every result right, nothing lost" in shown
+    assert re.search(r"seed 199: 10\d tasks", done.stdout)
+    assert re.search(r"  guilty +\d found\n", done.stdout)
+    assert "every result right, nothing lost" in done.stdout
 
 
 def test_an_interrupted_soak_prints_its_table() -> None:
@@ -45,9 +41,3 @@ def test_an_interrupted_soak_prints_its_table() -> None:
     assert re.search(r"seed \d+: \d+ tasks in", shown)
     assert "every result right, nothing lost" in shown
     assert soak.returncode == 0
-
-
-@pytest.mark.parametrize("workers", [1, 4])
-def test_blame(workers: int) -> None:
-    shown = run("tests.blame", "--times", "1", "--workers", str(workers))
-    assert "only suspect in 1; 0 good tasks were wrong or erred" in shown

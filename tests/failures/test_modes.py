@@ -22,7 +22,6 @@ from dask_devctx import (
     DevicePlugin,
     DriverError,
     DriverUnavailableError,
-    LocalDeviceCluster,
     SimulatedArray,
     devices,
     driver,
@@ -40,6 +39,7 @@ from dask_devctx.scheduler.messages import (
     SHARE,
 )
 from tests.conftest import Replacing
+from tests.distributed.devices import started
 
 
 def test_statuses_are_the_drivers() -> None:
@@ -74,8 +74,7 @@ def reset() -> None:
 
 def test_a_task_that_resets_its_device_ends_its_worker() -> None:
     with (
-        LocalDeviceCluster(n_workers=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
+        started(n_workers=1, processes=True) as client,
         dask.annotate(device=1),
     ):
         error = client.submit(reset).exception(timeout=30)
@@ -93,10 +92,7 @@ def lose(which: int) -> None:
 
 @pytest.mark.long
 def test_a_gpu_that_falls_off_the_bus_ends_its_worker() -> None:
-    with (
-        LocalDeviceCluster(n_workers=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with started(n_workers=1, processes=True) as client:
         with dask.annotate(device=1):
             error = client.submit(lose, 1).exception(timeout=30)
         assert isinstance(error, DeviceFailedError)
@@ -111,10 +107,7 @@ def test_nvml_that_dies_later_is_not_missed(machine: SimulatedMachine) -> None:
     assert first.memory_info.free == machine.gpus[0].total_memory
     machine.nvml.error = pynvml.NVML_ERROR_UNKNOWN
     assert first.memory_info.free == machine.gpus[0].total_memory
-    with (
-        LocalDeviceCluster(processes=False, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with started() as client:
         assert client.submit(sum, [1, 2]).result() == 3
 
 
@@ -127,8 +120,7 @@ def test_a_gpu_that_another_process_has_for_itself(machine: SimulatedMachine, mo
     with Device(1):
         pass
     with (
-        LocalDeviceCluster(processes=False, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
+        started() as client,
         dask.annotate(device=0),
     ):
         error = client.submit(sum, [1, 2]).exception(timeout=20)

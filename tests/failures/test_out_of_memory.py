@@ -15,7 +15,6 @@ from distributed import Client, Future, secede, wait, worker_client
 from dask_devctx import (
     Device,
     DeviceOutOfMemoryError,
-    LocalDeviceCluster,
     SimulatedArray,
     driver,
     report,
@@ -23,6 +22,7 @@ from dask_devctx import (
 from dask_devctx.cuda.out_of_memory import is_out_of_memory, requested_nbytes
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DeviceMemoryError, DriverError
+from tests.distributed.devices import started
 
 GIB = 2**30
 
@@ -220,12 +220,7 @@ def test_tasks_that_secede_twice(machine: SimulatedMachine) -> None:
             client.submit(inner, number, pure=False).result()
         raise DeviceMemoryError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", 2, "out of memory")
 
-    with (
-        LocalDeviceCluster(
-            processes=False, dashboard_address=":0", devices=[0], tasks_per_device=2
-        ) as cluster,
-        Client(cluster) as client,
-    ):
+    with started(devices=[0], tasks_per_device=2) as client:
         for future in client.map(outer, range(2), pure=False):
             assert isinstance(future.exception(timeout=20), DeviceOutOfMemoryError)
 

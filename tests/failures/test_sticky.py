@@ -32,11 +32,11 @@ from dask_devctx import (
     DeviceFailedError,
     DeviceNotFoundError,
     DevicePlugin,
-    LocalDeviceCluster,
     devices,
     report,
 )
 from dask_devctx.cuda.scope import open_scopes
+from tests.distributed.devices import started
 from tests.failures.conftest import (
     leave_a_bad_kernel_running,
     poison,
@@ -300,10 +300,7 @@ async def test_the_scheduler_goes_while_tasks_run() -> None:
 
 
 def test_the_cluster_closes_while_tasks_run() -> None:
-    with (
-        LocalDeviceCluster(n_workers=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with started(n_workers=1, processes=True) as client:
         pid = worker_pid(client)
         client.map(where_slowly, range(100), seconds=0.2)
         time.sleep(0.3)

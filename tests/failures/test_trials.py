@@ -21,6 +21,7 @@ from distributed import Client, LocalCluster
 from dask_devctx import Device, DevicePlugin, SimulatedArray, driver, on_device
 from dask_devctx.driver.simulated.faults import WORKING_CALLS
 from dask_devctx.errors import DevctxError
+from tests.distributed.devices import started
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(0)]
 
@@ -85,12 +86,7 @@ def check(future: Any, expected: int) -> None:
 
 
 def test_the_plugin_changes_under_load() -> None:
-    with (
-        LocalCluster(
-            n_workers=1, threads_per_worker=32, processes=False, dashboard_address=":0"
-        ) as cluster,
-        Client(cluster) as client,
-    ):
+    with started(LocalCluster, n_workers=1, threads_per_worker=32) as client:
         for seed in SEEDS:
             chance = random.Random(seed)
             running = graph(client, chance, 30, move=True)

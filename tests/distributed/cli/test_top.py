@@ -17,10 +17,10 @@ import pytest
 from click.testing import CliRunner, Result
 from distributed import Client, LocalCluster, wait
 
-from dask_devctx import Device, LocalDeviceCluster, report
+from dask_devctx import Device, report
 from dask_devctx.cli import devctx
 from dask_devctx.errors.base import nbytes_text
-from tests.distributed.devices import nap
+from tests.distributed.devices import nap, started
 
 IN_THIS_PROCESS: dict[str, Any] = {
     "protocol": "tcp",
@@ -35,10 +35,7 @@ def run(*arguments: str) -> Result:
 
 @pytest.fixture
 def client() -> Iterator[Client]:
-    with (
-        LocalDeviceCluster(n_workers=2, **IN_THIS_PROCESS) as cluster,
-        Client(cluster) as client,
-    ):
+    with started(n_workers=2, **IN_THIS_PROCESS) as client:
         yield client
 
 
@@ -87,12 +84,9 @@ def test_the_state_is_printed_once(client: Client) -> None:
 
 
 def test_values_on_the_host_are_shown_with_the_limit() -> None:
-    with (
-        LocalDeviceCluster(
-            n_workers=1, devices=[0], device_memory_limit="200 kB", **IN_THIS_PROCESS
-        ) as cluster,
-        Client(cluster) as client,
-    ):
+    with started(
+        n_workers=1, devices=[0], device_memory_limit="200 kB", **IN_THIS_PROCESS
+    ) as client:
         kept = client.map(nap, [0.0] * 6, pure=False)
         wait(kept)
         deadline = time.monotonic() + 20

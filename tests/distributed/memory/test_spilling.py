@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 from distributed import Client, LocalCluster, Worker, futures_of, wait
 
-from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, SimulatedArray, driver, report
+from dask_devctx import Device, DevicePlugin, SimulatedArray, driver, report
 from dask_devctx.driver.simulated import SimulatedMachine
 from tests.distributed import peers
+from tests.distributed.devices import started
 
 MIB = 2**20
 
@@ -57,8 +58,7 @@ def threads(nbytes: int = 1 * MIB, count: int = 2, **kwargs: Any) -> Iterator[Cl
     kwargs = {"memory_limit": 0, **kwargs}
     with (
         small_devices(nbytes, count),
-        LocalDeviceCluster(processes=False, dashboard_address=":0", **kwargs) as cluster,
-        Client(cluster) as client,
+        started(**kwargs) as client,
     ):
         yield client
 

@@ -92,8 +92,7 @@ def test_by_default_there_is_a_worker_for_each_device(
 ) -> None:
     with (
         dask.config.set(settings),
-        LocalDeviceCluster(dashboard_address=":0", **arguments) as cluster,
-        Client(cluster) as client,
+        started(processes=True, **arguments) as client,
     ):
         client.wait_for_workers(len(expected), timeout=60)
         found = client.run(

@@ -9,11 +9,10 @@ import sys
 from typing import Any
 
 import pytest
-from distributed import Client
 from distributed.utils_test import async_poll_for
 
 from dask_devctx import Device, LocalDeviceCluster
-from tests.distributed.devices import with_plugin
+from tests.distributed.devices import started, with_plugin
 
 
 def test_a_cluster() -> None:
@@ -31,10 +30,7 @@ def test_a_cluster() -> None:
 def test_a_worker_says_which_devices_it_took(caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level(logging.INFO, logger="distributed.worker"),
-        LocalDeviceCluster(
-            devices=[3, 1], n_workers=1, processes=False, dashboard_address=":0", silence_logs=False
-        ) as cluster,
-        Client(cluster) as client,
+        started(devices=[3, 1], n_workers=1, silence_logs=False) as client,
     ):
         (said,) = [text for text in caplog.messages if text.startswith("This worker uses")]
         uuids = Device(3).uuid, Device(1).uuid

@@ -91,8 +91,7 @@ def test_a_stretch_of_work(client: Client, tmp_path: Path) -> None:
 def test_lost_rows_are_told(tmp_path: Path) -> None:
     with (
         dask.config.set({"devctx.history": 4}),
-        LocalDeviceCluster(n_workers=1, processes=False, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
+        started(n_workers=1) as client,
     ):
         client.gather(client.map(nap, [0.0] * 10, pure=False))
         made = timeline(client, tmp_path / "timeline.json")
