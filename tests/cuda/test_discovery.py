@@ -208,6 +208,12 @@ def test_what_nvml_leaves_open_is_none(machine):
         assert machine.gpus[1].primary is None
 
 
+def test_a_bus_id_is_written_as_cuda_writes_it(machine):
+    info = types.SimpleNamespace(busId="00000010:0A:00.0")
+    with use_nvml(machine, nvmlDeviceGetPciInfo=lambda handle: info):
+        assert Device(1).pci_bus_id == "0010:0a:00.0"
+
+
 # -- MIG
 
 M0, M1 = (f"MIG-{n}0000000-0000-0000-0000-000000000000" for n in "12")

@@ -17,7 +17,7 @@ import cloudpickle
 import pytest
 from cuda.bindings.driver import CUresult
 
-from dask_devctx import Device, driver
+from dask_devctx import Device, driver, task_devices
 from dask_devctx.cuda.on_device import DeviceFunction, on_device
 from dask_devctx.cuda.scope import open_scopes
 from dask_devctx.errors import DeviceNotFoundError, DriverError
@@ -102,6 +102,19 @@ def test_looks_like_the_function():
     assert repr(where).startswith("on_device(1)(<function where at")
     assert where.which == 1
     assert where.__wrapped__() == (None, None, None)
+
+
+def test_several_devices():
+    inner = on_device([2, 3])(task_devices)
+
+    @on_device([0, 1])
+    def outer():
+        return ordinal(), task_devices(), inner(), task_devices()
+
+    first, second = (Device(0), Device(1)), (Device(2), Device(3))
+    assert outer() == (0, first, second, first)
+    with pytest.raises(RuntimeError, match="works inside a task"):
+        task_devices()
 
 
 def test_nested():

@@ -351,3 +351,11 @@ def test_a_context_that_was_destroyed_meanwhile_is_not_made_current(
     with pytest.raises(DeviceScopeError, match="destroyed in the meantime"), scope():
         on_thread(context.close)
     assert current() == 0
+
+
+def test_nothing_is_current_over_a_context_that_is_gone_already(calls):
+    handle = calls.create(1, 0)
+    on_thread(lambda: calls.destroy(handle))
+    with NothingCurrent():
+        assert current() == 0
+    assert current() == 0

@@ -256,7 +256,7 @@ class Scopes(RuleBasedStateMachine):
 
 
 TestScopes = Scopes.TestCase
-TestScopes.settings = settings(max_examples=80, stateful_step_count=40)
+TestScopes.settings = settings(max_examples=40, stateful_step_count=40)
 
 
 class ScopesInC(Scopes):
@@ -267,3 +267,11 @@ TestScopesInC = pytest.mark.skipif(
     find_spec("dask_devctx.driver._scope") is None, reason="the extension _scope was not built"
 )(ScopesInC.TestCase)
 TestScopesInC.settings = TestScopes.settings
+
+
+class ManyScopes(Scopes):
+    """The same, much longer."""
+
+
+TestManyScopes = pytest.mark.long(ManyScopes.TestCase)
+TestManyScopes.settings = settings(max_examples=300, stateful_step_count=40)

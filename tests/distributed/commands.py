@@ -22,7 +22,6 @@ class Command:
         self._reader.start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
         for line in self.process.stdout:
             with self._more:
                 self.said += line

@@ -136,7 +136,6 @@ def contexts_left(worker: Worker) -> dict[str, int]:
         together = threading.Barrier(threads) if threads else None
 
         def probe(together: threading.Barrier | None = together) -> None:
-            assert together is not None
             together.wait(20)  # so that each thread takes one
             ask()
 

@@ -254,12 +254,10 @@ def test_a_scheduler_without_this_package() -> None:
         [sys.executable, "-c", _LONELY_SCHEDULER], stdout=subprocess.PIPE, text=True
     )
     try:
-        assert process.stdout is not None
         asyncio.run(check(process.stdout.readline().strip()))
     finally:
         process.terminate()
         process.wait(10)
-        assert process.stdout is not None
         process.stdout.close()
 
 

@@ -109,7 +109,7 @@ async def test_without_a_name_nothing_is_changed(client: Any, scheduler: Any, wo
     handlers, config = dict(scheduler.handlers), dict(dask.config.config)
     missing = [(name, [*makers], *parts(name)) for name in dask_internals.NAMES]
     missing += [(f"distributed.{kind}.{way}", [kind], starts[kind], way) for kind, way in ON_THEM]
-    for name, kinds, start, way in missing:
+    for number, (name, kinds, start, way) in enumerate(missing, 1):
         dask_internals.check.cache_clear()
         with pytest.MonkeyPatch.context() as patch:
             take_away(patch, start, way)
@@ -117,7 +117,8 @@ async def test_without_a_name_nothing_is_changed(client: Any, scheduler: Any, wo
                 with pytest.raises(UnsupportedDaskError) as error:
                     makers[kind]()
                 assert_says(error.value, name)
-        assert changes() == {}, name
+        if number % 10 == 0 or number == len(missing):  # it looks through the whole heap
+            assert changes() == {}, f"{name}, or one of the nine before it"
         assert scheduler.handlers == handlers, name
         assert dask.config.config == config, name
 

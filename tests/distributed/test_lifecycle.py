@@ -7,7 +7,6 @@ import logging
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import SimpleNamespace
@@ -358,8 +357,11 @@ def waits() -> None:
     Event("go-on").wait()
 
 
-async def threads_ended(changes: Callable[[], dict[str, Any]]) -> None:
-    await async_poll_for(lambda: "threads" not in changes(), timeout=10)
+async def threads_ended() -> None:
+    def running() -> bool:
+        return any(thread.name.startswith("devctx") for thread in threading.enumerate())
+
+    await async_poll_for(lambda: not running(), timeout=10)
 
 
 async def assert_nothing_is_held(worker: Worker, step: str) -> None:
@@ -388,7 +390,7 @@ async def test_each_step_that_fails_undoes_all(client: Any, worker: Any, when: s
                 step = str(error)
             else:
                 break
-        await threads_ended(changes)
+        await threads_ended()
         assert changes() == {}, step
         assert plugin.worker_devices == ()
         await assert_nothing_is_held(worker, step)
@@ -397,7 +399,7 @@ async def test_each_step_that_fails_undoes_all(client: Any, worker: Any, when: s
     assert {"handlers", "executors", "metrics", "actors", "data"} <= changes().keys()
     assert len(plugin.worker_devices) == 2
     await plugin.teardown(worker)
-    await threads_ended(changes)
+    await threads_ended()
     assert changes() == {}
     await assert_nothing_is_held(worker, "closing")
     await Event("go-on", client).set()

@@ -99,7 +99,6 @@ def where_slowly(number: int, seconds: float = 0.02) -> tuple[int, int]:
 def poison(after_s: float = 0) -> None:
     """Break the simulated devices of this process."""
     machine = driver.backend().machine
-    assert machine is not None
     machine.faults.poison(CUresult.CUDA_ERROR_ILLEGAL_ADDRESS, after_s=after_s)
 
 

@@ -101,7 +101,6 @@ def test_requested_nbytes(machine: SimulatedMachine) -> None:
 
 def allocate(nbytes: int) -> int:
     current = Device.current()
-    assert current is not None
     SimulatedArray(nbytes, np.uint8)
     return current.device_id
 
@@ -112,7 +111,6 @@ runs: list[int] = []
 
 def run_out_of_memory(times: int) -> int:
     current = Device.current()
-    assert current is not None
     runs.append(current.device_id)
     if len(runs) <= times:
         driver.backend().calls.work.allocate(2**50)
@@ -295,38 +293,24 @@ def out_of_memory(client: Client) -> dict[str, int]:
     return counted
 
 
-def fail_copies(machine: SimulatedMachine, times: int) -> None:
-    machine.faults.inject(
-        "cuMemAlloc",
-        CUresult.CUDA_ERROR_OUT_OF_MEMORY,
-        times=times,
-        when=lambda nbytes: nbytes == NBYTES,
-    )
-
-
 @none_ahead
+@pytest.mark.parametrize("fails", [2, 100])  # the copy itself is made a second time at once
 @pytest.mark.parametrize("task", [total, total_later])
 def test_a_copy_that_finds_no_memory_is_tried_again(
-    client: Client, machine: SimulatedMachine, task: Any
+    client: Client, machine: SimulatedMachine, task: Any, fails: int
 ) -> None:
     x = made_on(client, 0)
-    fail_copies(machine, 2)  # the copy itself is made a second time at once
+    status = CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    machine.faults.inject("cuMemAlloc", status, times=fails, when=lambda nbytes: nbytes == NBYTES)
     with dask.annotate(device=1):
-        assert client.submit(task, x).result(timeout=20) == (1, NBYTES)
-    assert out_of_memory(client) == {"cuda:1": 1}
-
-
-@none_ahead
-@pytest.mark.parametrize("task", [total, total_later])
-def test_a_copy_that_never_finds_memory_fails_its_task(
-    client: Client, machine: SimulatedMachine, task: Any
-) -> None:
-    x = made_on(client, 0)
-    fail_copies(machine, 100)
-    with dask.annotate(device=1):
-        error = client.submit(task, x).exception(timeout=20)
-    assert isinstance(error, DeviceOutOfMemoryError)
-    assert (error.device, error.attempts) == ("cuda:1", 2)
+        copied = client.submit(task, x)
+    error = copied.exception(timeout=20)
+    if fails == 2:
+        assert copied.result() == (1, NBYTES)
+        assert out_of_memory(client) == {"cuda:1": 1}
+    else:
+        assert isinstance(error, DeviceOutOfMemoryError)
+        assert (error.device, error.attempts) == ("cuda:1", 2)
 
 
 def test_inputs_are_brought_to_the_device_that_is_tried_next(

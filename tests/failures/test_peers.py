@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,10 +100,8 @@ def test_a_device_fails_while_a_value_comes_back_for_a_task_without_a_device() -
         there = {"workers": workers[:1], "allow_other_workers": True, "pure": False}
         made = client.map(_four_mb, [1.0, 2.0], **there)
         wait(made, timeout=30)
-        until = time.monotonic() + 20
-        while not client.run(_is_away, made[0].key, workers=workers[:1])[workers[0]]:
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        here, key = workers[:1], made[0].key
+        assert peers.until(lambda: client.run(_is_away, key, workers=here)[here[0]], 20)
         client.run(peers.fail_for_good, "cuMemAlloc", 700, workers=workers[:1])
         with dask.annotate(device="none"):
             use = client.submit(_total_on_host, made[0], **there)
@@ -137,10 +134,7 @@ def test_the_memory_of_a_worker_that_is_gone_is_not_kept_open() -> None:
         assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
         assert client.run(_closed, workers=workers[1:2])[workers[1]] == 0
         os.kill(pids[workers[0]], signal.SIGKILL)
-        until = time.monotonic() + 60
-        while not client.run(_closed, workers=workers[1:2])[workers[1]]:
-            assert time.monotonic() < until
-            time.sleep(0.2)
+        assert peers.until(lambda: client.run(_closed, workers=workers[1:2])[workers[1]], 60)
 
 
 def _closed() -> int:

@@ -26,6 +26,7 @@ from distributed import (
     secede,
     wait,
 )
+from distributed.utils_test import async_poll_for, poll_for
 
 from dask_devctx import (
     Device,
@@ -153,8 +154,7 @@ def test_a_method_beside_a_task_that_breaks_the_device_is_not_run_again(
     with dask.annotate(device=1):
         actor = apart.submit(Model, actor=True).result(timeout=30)
     under_way = actor.count(str(tmp_path), 1.0)
-    while not list(tmp_path.iterdir()):
-        time.sleep(0.01)
+    poll_for(lambda: any(tmp_path.iterdir()), timeout=30)
     with dask.annotate(device=0):
         bad = apart.submit(write_to_an_illegal_address)
     with pytest.raises(DeviceFailedError) as caught:
@@ -251,8 +251,7 @@ async def test_a_device_that_fails_while_its_worker_closes(
     """The worker closes once, and the suspect is watched on the next one."""
     async with without_a_nanny() as (_, worker, client):
         bad = client.submit(break_soon, key="bad")
-        while not worker.state.executing_count:
-            await asyncio.sleep(0.01)
+        await async_poll_for(lambda: worker.state.executing_count, timeout=30)
         await asyncio.wait_for(worker.close(), 20)
         await asyncio.sleep(1)
         assert worker.status is Status.closed
@@ -357,10 +356,7 @@ each_kind = pytest.mark.parametrize(
 
 def error_in_the_end(future: Future, timeout: float = 60) -> DeviceFailedError:
     """Return the error of a future that may count as finished for a while yet."""
-    deadline = time.monotonic() + timeout
-    while future.status != "error":
-        assert time.monotonic() < deadline, f"{future} did not err"
-        time.sleep(0.02)
+    poll_for(lambda: future.status == "error", timeout)
     error = future.exception()
     assert isinstance(error, DeviceFailedError)
     return error

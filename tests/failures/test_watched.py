@@ -17,7 +17,7 @@ import dask
 import pytest
 from cuda.bindings.driver import CUresult
 from distributed import Reschedule, get_worker, secede
-from distributed.utils_test import gen_cluster
+from distributed.utils_test import async_poll_for, gen_cluster
 
 from dask_devctx import (
     Device,
@@ -124,7 +124,6 @@ def test_what_begins_after_a_failure(monitored: Monitored, as_call: Any) -> None
 
 def lose_the_other() -> None:
     machine = driver.backend().machine
-    assert machine is not None
     machine.gpus[2].lost = True
 
 
@@ -153,9 +152,6 @@ def test_a_call_on_several_devices_is_a_suspect_on_each(monitored: Monitored) ->
 
 
 # -- a task that breaks its device after it returned errs in its second run. No other task errs
-
-
-# -- in this process, where what happens when is known
 
 
 async def double_later(number: int) -> int:
@@ -334,8 +330,7 @@ async def test_a_watched_task_that_secedes_when_it_was_cancelled_is_not_waited_f
     try:
         with dask.annotate(device=0, **{WATCHED: [1, 3]}):
             cancelled = client.submit(secede_once_cancelled, "cancelled", key="cancelled")
-        while worker.state.executing_count == 0:
-            await asyncio.sleep(0.01)
+        await async_poll_for(lambda: worker.state.executing_count, timeout=10)
         await cancelled.cancel()
         with dask.annotate(device=1, **{WATCHED: [1, 3]}):
             assert await asyncio.wait_for(client.submit(double, 1).result(), 10) == 2
@@ -358,12 +353,10 @@ async def test_nobody_waits_for_a_watched_task_that_was_cancelled_before_its_tur
     try:
         with dask.annotate(device=0):
             long = client.submit(wait_to_go_on)
-        while worker.state.executing_count == 0:
-            await asyncio.sleep(0.01)
+        await async_poll_for(lambda: worker.state.executing_count, timeout=10)
         with dask.annotate(device=1, **{WATCHED: [1, 3]}):
             cancelled = client.submit(function, 2, key="cancelled")
-        while not calls.turns:
-            await asyncio.sleep(0.01)
+        await async_poll_for(lambda: calls.turns, timeout=10)
         await cancelled.cancel()
         with dask.annotate(device=2):
             assert await asyncio.wait_for(client.submit(double, 1).result(), 10) == 2
@@ -381,7 +374,6 @@ async def test_a_worker_closes_at_once_although_a_coroutine_waits_for_a_watched_
     calls = worker.plugins["devctx"].extension.monitor.calls
     assert not list(calls.turn(Call("watched", (Device(0),)), 1, lambda: None))
     waiting = [client.submit(double_later, 1)]
-    while worker.state.executing_count == 0:
-        await asyncio.sleep(0.01)
+    await async_poll_for(lambda: worker.state.executing_count, timeout=10)
     await asyncio.wait_for(worker.close(), 20)  # dask waits half a minute for its coroutines
     assert waiting[0].status != "error"

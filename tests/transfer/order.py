@@ -81,5 +81,4 @@ class Order:
 
 def _ordinal() -> int:
     device = Device.current()
-    assert device is not None
     return device.device_id

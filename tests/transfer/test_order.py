@@ -92,7 +92,6 @@ def test_readers_on_another_thread_and_in_a_stream_of_their_own(
 ) -> None:
     order.give("made", 0)
     made = stamp(x)
-    assert made is not None
     thread = threading.Thread(target=made.hold_back, args=[Device(2)])
     thread.start()
     thread.join()
@@ -124,7 +123,6 @@ def test_a_stamp_covers_current_and_blocking_streams(
     current(own)
     made = stamp(x)
     current(LEGACY_STREAM)
-    assert made is not None
     made.hold_back(Device(1))
     covered = {own, waited_for, blocking, LEGACY_STREAM, PER_THREAD_STREAM}
     assert order.before(1) == {str(stream) for stream in covered}

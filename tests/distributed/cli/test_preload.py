@@ -22,7 +22,6 @@ WORKER = ("worker", "--no-dashboard", "--nthreads", "4", "--preload", "dask_devc
 
 def where() -> tuple[str, str, int]:
     device = Device.current()
-    assert device is not None
     return get_worker().name, device.uuid, device.device_id
 
 
@@ -33,7 +32,6 @@ def uuids(host: str) -> list[str]:
 def address_of(scheduler: Command) -> str:
     assert scheduler.says("Scheduler at:"), scheduler.said
     found = re.search(r"Scheduler at:\s+(tcp://\S+)", scheduler.said)
-    assert found is not None
     return found[1]
 
 

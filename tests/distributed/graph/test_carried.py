@@ -110,31 +110,24 @@ async def test_a_task_that_was_released_is_another(client: Client) -> None:
 array = pytest.importorskip("dask.array")
 
 
-def persist(client: Client) -> Any:
-    return client.persist(array.ones(2))
-
-
 CALLS: dict[str, Callable[[Client], Any]] = {
     "submit": lambda client: client.submit(here, pure=False),
     "map": lambda client: client.map(here, range(2), pure=False),
     "compute": lambda client: client.compute(array.ones(2)),
-    "persist": persist,
+    "persist": lambda client: client.persist(array.ones(2)),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_warning_names_the_annotation(name: str) -> None:
-    @with_plugin()
-    async def test(client: Any) -> None:
-        expected = rf"the scope of cuda:3 .*client\.{name}.*dask\.annotate\(device=3\)"
-        with Device(3), pytest.warns(UserWarning, match=expected) as caught:
-            CALLS[name](client)
-        assert [one.filename for one in caught] == [__file__]
-        with Device(0), Device(3).synchronized(), pytest.warns(UserWarning, match=expected):
-            CALLS[name](client)
-        CALLS[name](client)  # no scope is open any more
-
-    test()
+@with_plugin()
+async def test_the_warning_names_the_annotation(client: Any, name: str) -> None:
+    expected = rf"the scope of cuda:3 .*client\.{name}.*dask\.annotate\(device=3\)"
+    with Device(3), pytest.warns(UserWarning, match=expected) as caught:
+        CALLS[name](client)
+    assert [one.filename for one in caught] == [__file__]
+    with Device(0), Device(3).synchronized(), pytest.warns(UserWarning, match=expected):
+        CALLS[name](client)
+    CALLS[name](client)  # no scope is open any more
 
 
 @with_plugin()

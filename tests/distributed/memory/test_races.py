@@ -21,7 +21,7 @@ from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.errors import DeviceMemoryError
 from dask_devctx.worker.values.spill import Spill
 from dask_devctx.worker.values.value import Value
-from tests.distributed.memory.test_spilling import MIB, full, threads
+from tests.distributed.memory.test_spilling import MIB, full, threads, totals
 
 
 def worker_of(client: Client) -> Any:
@@ -63,9 +63,7 @@ def test_values_leave_although_the_copy_of_one_failed(status: str) -> None:
         memory.spill_all(Device(0))
         memory.spill_all(Device(0))
         assert used(memory) == 0
-        assert client.gather([client.submit(total, one) for one in futures]) == [
-            n * 16384 for n in range(8)
-        ]
+        assert totals(client, futures) == [n * 16384 for n in range(8)]
 
 
 def test_a_value_that_a_task_needs_while_it_is_copied_to_the_host_stays() -> None:
@@ -248,9 +246,7 @@ def test_others_leave_in_the_place_of_a_value_that_cannot(
         nbytes = used(memory)
         monkeypatch.setattr(Moody, "error", error)
         futures = client.map(full, range(16), pure=False)  # more than the device has
-        assert client.gather([client.submit(total, one) for one in futures]) == [
-            n * 16384 for n in range(16)
-        ]
+        assert totals(client, futures) == [n * 16384 for n in range(16)]
         memory.spill_all(Device(0))
         assert used(memory) == nbytes
         for _ in range(3):

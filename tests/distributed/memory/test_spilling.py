@@ -111,11 +111,12 @@ def test_the_limit_holds() -> None:
         assert counts(client)["memory_held"] <= 4 * MIB
 
 
-# -- nobody sees the stand-in
-
-
 def full(n: int) -> SimulatedArray:
     return SimulatedArray.asarray(np.full(16384, n))
+
+
+def totals(client: Client, futures: list[Any]) -> Any:
+    return client.gather(client.map(lambda x: int(x.sum()), futures, pure=False))
 
 
 # -- nobody sees the stand-in
@@ -205,14 +206,9 @@ def test_memory_of_others_is_felt() -> None:
         wait(futures)
         assert counts(client)["spills"] == 0
         taken = SimulatedArray((1 * MIB - 1024) // 8)
-        until = time.monotonic() + 10
-        while not counts(client)["spills"] and time.monotonic() < until:
-            time.sleep(0.05)
-        assert counts(client)["spills"] > 0
+        assert peers.until(lambda: counts(client)["spills"], 10)
         del taken
-        assert [int(one.get().sum()) for one in client.gather(futures)] == [
-            n * 16384 for n in range(8)
-        ]
+        assert totals(client, futures) == [n * 16384 for n in range(8)]
 
 
 def test_memory_that_a_pool_has_is_not_that_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,9 +234,7 @@ def test_without_a_limit_nothing_is_spilled() -> None:
         wait(futures)
         (row,) = report(client).devices
         assert (row.memory_limit, row.memory_held, row.spills) == (None, None, 0)
-        assert client.gather(client.map(lambda x: int(x.sum()), futures)) == [
-            n * 16384 for n in range(15)
-        ]
+        assert totals(client, futures) == [n * 16384 for n in range(15)]
         client.unregister_worker_plugin("devctx")
         assert set(client.run(lambda dask_worker: type(dask_worker.data)).values()) == {dict}
 
@@ -251,13 +245,9 @@ def test_values_that_are_away_outlive_the_plugin() -> None:
         wait(futures)
         assert counts(client)["memory_spilled"] > 0
         client.unregister_worker_plugin("devctx")
-        for n in (3, 12):
-            total = client.submit(lambda x: int(x.sum()), futures[n], pure=False)
-            assert total.result() == n * 16384
+        assert totals(client, [futures[3], futures[12]]) == [3 * 16384, 12 * 16384]
         client.register_plugin(DevicePlugin())
-        assert client.gather(client.map(lambda x: int(x.sum()), futures[:6], pure=False)) == [
-            n * 16384 for n in range(6)
-        ]
+        assert totals(client, futures[:6]) == [n * 16384 for n in range(6)]
         kinds = client.run(
             lambda dask_worker: {type(value).__name__ for value in dask_worker.data.values()}
         )
@@ -293,14 +283,13 @@ def test_a_mapping_of_the_users_holds_host_data_only_and_is_not_read_for_nothing
         assert not worker.data != {five.key: 5}  # noqa: SIM202
         on_host = client.submit(np.zeros, 10)
         made = [client.submit(SimulatedArray.asarray, np.full(MIB // 8, n)) for n in range(6)]
-        totals = [client.submit(lambda x: int(x.sum()), x) for x in made]
-        assert client.gather(totals) == [n * MIB // 8 for n in range(6)]
+        assert totals(client, made) == [n * MIB // 8 for n in range(6)]
         assert sum(row.spills for row in report(client).devices) > 0
         mine = {future.key for future in made}
         assert mine.isdisjoint(worker.data.raw.data)
         assert on_host.key in worker.data.raw.data
         OfAUser.read.clear()
         on_host.release()
-        del five, made, totals
+        del five, made
         assert peers.until(lambda: not worker.data, 20)
         assert OfAUser.read == []

@@ -8,23 +8,26 @@ from __future__ import annotations
 import logging
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import dask
+import psutil
 import pytest
 from distributed import Client
 
 from dask_devctx import (
     Device,
     DeviceNotFoundError,
+    DevicePlugin,
     LocalDeviceCluster,
     driver,
 )
 from dask_devctx.client.arguments import NOT_NEEDED, visible_device, without_dask_cudas
 from dask_devctx.driver.simulated import SimulatedMachine
 from tests.distributed.devices import uuid_here
-from tests.distributed.on_client.test_cluster import QUIET, ordinals
+from tests.distributed.on_client.test_cluster import QUIET, leftovers, ordinals
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -79,11 +82,7 @@ def test_numbers_count_as_the_variable_does(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [
-        (
-            {"CUDA_VISIBLE_DEVICES": "0,9"},
-            DeviceNotFoundError,
-            "no device '9'",
-        ),
+        ({"CUDA_VISIBLE_DEVICES": "0,9"}, DeviceNotFoundError, "no device '9'"),
         ({"gpus": 2}, TypeError, r"no option 'gpus': devices=\[0, 1\] names the devices"),
         ({"num_gpus": 1}, TypeError, "n_workers= is the number of workers"),
         ({"spill": True}, TypeError, "no option 'spill': device_memory_limit="),
@@ -92,11 +91,7 @@ def test_numbers_count_as_the_variable_does(monkeypatch: pytest.MonkeyPatch) -> 
         ({"n_workers": "0,1"}, TypeError, "n_workers is a number.*CUDA_VISIBLE_DEVICES='0,1'"),
         ({"threads_per_worker": 0}, ValueError, "threads_per_worker must be 1 or more, got 0"),
         ({"device": 0}, TypeError, r"'device': devices=\[0\].*annotate\(device=0\)"),
-        (
-            {"protocol": "ucx"},
-            ImportError,
-            "protocol='ucx' needs the package d",
-        ),
+        ({"protocol": "ucx"}, ImportError, "protocol='ucx' needs the package d"),
         ({"enable_tcp_over_ucx": True}, ImportError, "'ucx' needs the package distributed"),
         (
             {"protocol": "tcp", "enable_tcp_over_ucx": True},
@@ -106,15 +101,32 @@ def test_numbers_count_as_the_variable_does(monkeypatch: pytest.MonkeyPatch) -> 
         ({"CUDA_VISIBLE_DEVICES": []}, ValueError, r"^CUDA_VISIBLE_DEVICES is empty, got \[\]"),
         ({"CUDA_VISIBLE_DEVICES": ""}, ValueError, "^CUDA_VISIBLE_DEVICES is empty, got ''"),
         ({"rmm_pool_sizes": 1}, TypeError, r"Did you mean rmm_pool_size\?"),
-        ({"enable_nvlinks": 1}, TypeError, r"Did you mean enable_nvlink\?"),
+        ({"task_per_device": 1}, TypeError, r"no option .*\. Did you mean tasks_per_device\?"),
+        ({"dashbord_address": 1}, TypeError, r"Did you mean dashboard_address\?"),
+        ({"death_timeouts": 1}, TypeError, r"Did you mean death_timeout\?"),
+        ({"devices": [9]}, DeviceNotFoundError, "no device 9"),
+        (
+            {"n_workers": 5},
+            ValueError,
+            "5 workers with 1 device each would need 5, and the cluster has 4. Start fewer w",
+        ),
+        ({"n_workers": 3, "devices": [0, 1]}, ValueError, r"need 3, and the cluster has 2\. Start"),
+        ({"n_workers": 2, "devices_per_worker": 3}, ValueError, "need 6, and the cluster has 4"),
+        ({"devices_per_worker": 0}, ValueError, "devices_per_worker must be a whole number"),
+        ({"plugin": DevicePlugin(), "devices": [0]}, TypeError, "either a plugin"),
+        ({"plugin": DevicePlugin(), "devices_per_worker": 1}, TypeError, "either a plugin"),
     ],
 )
-def test_arguments_that_are_refused(
+def test_what_is_refused_is_said_before_anything_starts(
     arguments: dict[str, Any], error: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", _found_without("distributed_ucxx", "ucp"))
+    before = set(psutil.Process().children(recursive=True))
+    start = time.monotonic()
     with pytest.raises(error, match=said):
         LocalDeviceCluster(**arguments)
+    assert time.monotonic() - start < 1
+    assert leftovers(before) == set()
 
 
 def _found_without(*names: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -20,7 +21,6 @@ from distributed.utils_test import poll_for
 
 from dask_devctx import (
     Device,
-    DeviceNotFoundError,
     DevicePlugin,
     DevicesInUseError,
     LocalDeviceCluster,
@@ -155,39 +155,6 @@ def test_threads_follow_the_devices_of_a_worker() -> None:
     assert each == [2 * 8] * 4
     with LocalDeviceCluster(threads_per_worker=3, **QUIET) as cluster:
         assert threads(cluster) == [3]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"devices": [9]}, DeviceNotFoundError, "no device 9"),
-        ({"devices": ["banana"]}, DeviceNotFoundError, "banana"),
-        (
-            {"n_workers": 5},
-            ValueError,
-            "5 workers with 1 device each would need 5, and the cluster has 4. Start fewer w",
-        ),
-        ({"n_workers": 3, "devices": [0, 1]}, ValueError, r"need 3, and the cluster has 2\. Start"),
-        ({"n_workers": 2, "devices_per_worker": 3}, ValueError, "need 6, and the cluster has 4"),
-        ({"devices_per_worker": 0}, ValueError, "devices_per_worker must be a whole number"),
-        ({"plugin": DevicePlugin(), "devices": [0]}, TypeError, "either a plugin"),
-        ({"plugin": DevicePlugin(), "devices_per_worker": 1}, TypeError, "either a plugin"),
-        ({"task_per_device": 1}, TypeError, r"no option .*\. Did you mean tasks_per_device\?"),
-        ({"syncronize": 1}, TypeError, r"Did you mean synchronize\?"),
-        ({"memry_limit": 1}, TypeError, r"Did you mean memory_limit\?"),
-        ({"dashbord_address": 1}, TypeError, r"Did you mean dashboard_address\?"),
-        ({"death_timeouts": 1}, TypeError, r"Did you mean death_timeout\?"),
-    ],
-)
-def test_what_cannot_be_is_said_before_anything_starts(
-    arguments: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    before = set(psutil.Process().children(recursive=True))
-    start = time.monotonic()
-    with pytest.raises(error, match=text):
-        LocalDeviceCluster(**arguments)
-    assert time.monotonic() - start < 1
-    assert leftovers(before) == set()
 
 
 def leftovers(before: set[psutil.Process]) -> set[psutil.Process]:
@@ -359,7 +326,6 @@ def test_a_worker_that_cannot_be_set_up_fails_the_start(
 
 
 HOLDER = "tcp://127.0.0.1:45861"
-INSIDE: dict[str, Any] = {"processes": False, "dashboard_address": ":0"}
 
 
 @contextmanager
@@ -395,7 +361,7 @@ def test_the_next_cluster_gets_the_rest(
 ) -> None:
     with (
         held(lock_directory, 0, 1),
-        LocalDeviceCluster(**{**INSIDE, **given}) as cluster,
+        LocalDeviceCluster(**{**QUIET, **given}) as cluster,
         Client(cluster) as client,
     ):
         assert sorted(client.run(of_worker).values()) == expected
@@ -412,18 +378,25 @@ def test_the_next_cluster_gets_the_rest(
 @pytest.mark.parametrize(
     ("given", "taken", "said"),
     [
-        ({}, (0, 1, 2, 3), "wants 1 device for itself, and cuda:0, cuda:1, cuda:2, cuda:3 are"),
-        ({}, (0, 1, 2, 3), "held by workers 0, 1, 2, 3 of tcp://127.0.0.1:45861 (pid "),
-        ({}, (0, 1, 2, 3), "No device is free. Close the cluster"),
-        ({}, (0, 1, 2, 3), "(cluster.close(), or client.shutdown()), or use the same devices: sha"),
-        ({"n_workers": 3}, (0, 1), "Free: cuda:2, cuda:3. For these, write devices=[2, 3], low"),
-        ({"n_workers": 3}, (0, 1), "wants 3 devices for itself, and cuda:0, cuda:1 are held by"),
+        (
+            {},
+            (0, 1, 2, 3),
+            r"wants 1 device for itself, and cuda:0, cuda:1, cuda:2, cuda:3 are held by workers 0, "
+            r"1, 2, 3 of tcp://127.0.0.1:45861 \(pid .* No device is free. Close the cluster .*"
+            r"\(cluster.close\(\), or client.shutdown\(\)\), or use the same devices: shared=True",
+        ),
+        (
+            {"n_workers": 3},
+            (0, 1),
+            r"wants 3 devices for itself, and cuda:0, cuda:1 are held by .* Free: cuda:2, cuda:3. "
+            r"For these, write devices=\[2, 3\], lower",
+        ),
         ({"devices": [1, 2]}, (0, 1), "wants 2 devices for itself, and cuda:1 is held by worker 1"),
         ({"devices": [0, 1]}, (0, 1), "Free: cuda:2, cuda:3."),
-        ({"CUDA_VISIBLE_DEVICES": "0,1"}, (0, 1), "devices=[2, 3]"),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, (0, 1), r"devices=\[2, 3\]"),
         ({"devices_per_worker": 3}, (0, 1), "wants 3 devices"),
         ({"plugin": DevicePlugin(devices=[0])}, (0, 1), "wants 1 device"),
-        (INSIDE, (0, 1, 2, 3), "No device is free."),
+        (QUIET, (0, 1, 2, 3), "No device is free."),
     ],
 )
 def test_too_few_free_devices_are_told_at_once(
@@ -433,13 +406,13 @@ def test_too_few_free_devices_are_told_at_once(
     with held(lock_directory, *taken), pytest.raises(DevicesInUseError) as caught:
         LocalDeviceCluster(**{"dashboard_address": ":0", **given})
     assert time.monotonic() - start < 1
-    assert said in str(caught.value)
+    assert re.search(said, str(caught.value))
     assert len(caught.value.free) == 4 - len(taken)
     assert caught.value.by_cluster
 
 
 def test_workers_of_this_process_use_its_devices_together(lock_directory: Path) -> None:
-    with LocalDeviceCluster(**INSIDE), LocalDeviceCluster(**INSIDE) as cluster:
+    with LocalDeviceCluster(**QUIET), LocalDeviceCluster(**QUIET) as cluster:
         with Client(cluster) as client:
             assert client.run(of_worker).popitem()[1] == [0, 1, 2, 3]
         with pytest.raises(DevicesInUseError, match="worker 0 of inproc"):
@@ -449,7 +422,7 @@ def test_workers_of_this_process_use_its_devices_together(lock_directory: Path) 
 def test_a_cluster_that_got_the_rest_grows_no_further(lock_directory: Path) -> None:
     with held(lock_directory, 0, 1):
         with pytest.warns(UserWarning, match="1 device will be idle"):
-            cluster = LocalDeviceCluster(devices_per_worker=1, **INSIDE)
+            cluster = LocalDeviceCluster(devices_per_worker=1, **QUIET)
         with cluster:
             assert cluster.adapt().maximum == 2
             with pytest.raises(ValueError, match="would need 3, and the cluster has 2"):

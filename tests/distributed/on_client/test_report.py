@@ -13,7 +13,7 @@ import pytest
 from distributed import Client, Event, LocalCluster, Scheduler, Worker, secede, wait
 from distributed.comm.registry import backends
 from distributed.comm.tcp import TCPBackend, TCPConnector, TCPListener
-from distributed.utils_test import gen_test
+from distributed.utils_test import gen_test, poll_for
 
 from dask_devctx import (
     Device,
@@ -39,7 +39,6 @@ def cluster() -> Iterator[LocalDeviceCluster]:
 def nap(seconds: float) -> int:
     time.sleep(seconds)
     device = Device.current()
-    assert device is not None
     return device.device_id
 
 
@@ -60,18 +59,15 @@ def test_what_waits_and_what_runs(client: Client, cluster: LocalDeviceCluster) -
     go = Event("go")
     with dask.annotate(device=1):
         futures = [client.submit(lambda e, n: e.wait(20), go, n) for n in range(5)]
-    deadline = time.monotonic() + 10
-    while True:
+
+    def counted() -> tuple[int, int, int]:
         (row,) = [device for device in report(client).devices if device.device_id == 1]
-        if (row.running, row.queued) == (2, 3):
-            break
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert row.done == 0
+        return row.running, row.queued, row.done
+
+    poll_for(lambda: counted() == (2, 3, 0), timeout=10)
     go.set()
     client.gather(futures)
-    (row,) = [device for device in report(client).devices if device.device_id == 1]
-    assert (row.running, row.queued, row.done) == (0, 0, 5)
+    assert counted() == (0, 0, 5)
 
 
 def secedes(fails: bool) -> None:

@@ -24,14 +24,8 @@ from tests.distributed.devices import fail, nap, on_cluster, with_plugin
 FIELDS = ("cuda:1", "GPU-1", "CUDA_ERROR_ASSERT", 710, (), False, False, False, "")
 
 
-def history_of(scheduler: Any) -> DeviceHistory:
-    history = DeviceHistory.of(scheduler)
-    assert history is not None
-    return history
-
-
 async def all_rows(scheduler: Any) -> list[Any]:
-    history = history_of(scheduler)
+    history = DeviceHistory.of(scheduler)
     await history.collect()
     return [row for _, row in history.rows().rows]
 
@@ -98,7 +92,7 @@ async def test_it_is_collected_while_somebody_reads(
         return answer(**content)
 
     worker.handlers["devctx_history"] = counted
-    history = history_of(scheduler)
+    history = DeviceHistory.of(scheduler)
     history.patience_s = 0.6
     await client.submit(nap, 0.0, key="before-1")
     await asyncio.sleep(0.7)
@@ -127,7 +121,7 @@ async def test_samples_come_with_heartbeats(client: Any, scheduler: Any, worker:
         made = client.submit(nap, 0.3)
     with dask.annotate(device=0):
         await client.submit(nap, 0.0, made)
-    history = history_of(scheduler)
+    history = DeviceHistory.of(scheduler)
     key = worker.address, Device(0).uuid
 
     async def collected() -> bool:
@@ -168,7 +162,7 @@ async def test_a_device_that_fails_is_an_incident(
     event = {"action": ACTION, "protocol": PROTOCOL, **told._asdict()}
     worker.log_event(TOPIC, {**event, "protocol": PROTOCOL + 1, "error": "refused"})
     worker.log_event(TOPIC, event)
-    history = history_of(scheduler)
+    history = DeviceHistory.of(scheduler)
     await async_poll_for(lambda: bool(history.rows().rows), timeout=10)
     ((address, row),) = history.rows().rows
     assert (address, row.what, row.uuid) == (worker.address, "device-failed", Device(1).uuid)

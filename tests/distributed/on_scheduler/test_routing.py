@@ -31,7 +31,6 @@ from tests.distributed.devices import on_cluster, started, uuid_here, worker_wit
 
 def worker_and_device() -> tuple[str, int]:
     device = Device.current()
-    assert device is not None
     return get_worker().address, device.device_id
 
 

@@ -102,23 +102,20 @@ def divide_on_a_device(n: int) -> float:
         (divide_on_a_device, "auto"),
     ],
 )
-def test_the_traceback_of_a_failure_begins_with_the_tasks_own_frame(
-    function: Any, device: str | None
+@with_plugin()
+async def test_the_traceback_of_a_failure_begins_with_the_tasks_own_frame(
+    client: Any, function: Any, device: str | None
 ) -> None:
-    @with_plugin()
-    async def body(client: Any) -> None:
-        with dask.annotate(device=device):
-            failed = client.submit(function, client.submit(int))
-        frames = traceback.extract_tb(await failed.traceback())
-        assert frames[0].name == function.__name__
-        with pytest.raises(ZeroDivisionError) as raised:
-            await failed
-        names = [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
-        assert names[-len(frames) :] == [frame.name for frame in frames]
-        assert "__call__" not in names
-        assert "_await" not in names
-
-    body()
+    with dask.annotate(device=device):
+        failed = client.submit(function, client.submit(int))
+    frames = traceback.extract_tb(await failed.traceback())
+    assert frames[0].name == function.__name__
+    with pytest.raises(ZeroDivisionError) as raised:
+        await failed
+    names = [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
+    assert names[-len(frames) :] == [frame.name for frame in frames]
+    assert "__call__" not in names
+    assert "_await" not in names
 
 
 class Dividing:
@@ -131,21 +128,18 @@ class Dividing:
 
 
 @pytest.mark.parametrize("method", ["divide", "divide_later"])
-def test_the_traceback_of_an_actors_failure_is_as_dasks(method: str) -> None:
-    async def names(client: Any) -> list[str]:
+@on_cluster(4)
+async def test_the_traceback_of_an_actors_failure_is_as_dasks(client: Any, method: str) -> None:
+    async def names() -> list[str]:
         actor = await client.submit(Dividing, actor=True, pure=False)
         with pytest.raises(ZeroDivisionError) as raised:
             await getattr(actor, method)(0)
         return [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
 
-    @on_cluster(4)
-    async def body(client: Any) -> None:
-        without = await names(client)
-        assert without[-1] == method
-        await client.register_plugin(DevicePlugin())
-        assert await names(client) == without
-
-    body()
+    without = await names()
+    assert without[-1] == method
+    await client.register_plugin(DevicePlugin())
+    assert await names() == without
 
 
 @with_plugin(8, 8)
@@ -433,7 +427,6 @@ def test_where_the_first_device_is_not_the_workers_the_inputs_are_read_without_i
 
 def ordinal(array: SimulatedArray) -> int:
     found = device_of(array)
-    assert found is not None
     return found.device_id
 
 

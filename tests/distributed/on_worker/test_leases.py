@@ -15,6 +15,7 @@ from typing import Any
 import dask
 import pytest
 from distributed import Client, LocalCluster, Worker
+from distributed.utils_test import poll_for
 
 from dask_devctx import (
     Device,
@@ -44,13 +45,6 @@ def take(lock_directory: Path) -> Callable[..., Lease]:
 
 def who_has(client: Client) -> list[list[int]]:
     return sorted(client.run(of_worker).values())
-
-
-def soon(found: Callable[[], object], expected: object, timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while (seen := found()) != expected:
-        assert time.monotonic() < deadline, seen
-        time.sleep(0.05)
 
 
 def pid(*_: object) -> int:
@@ -155,8 +149,8 @@ def test_workers_with_a_number_of_devices(take: Callable[..., Lease]) -> None:
         there = set(cluster.scheduler.workers)
         cluster.scale(3)
         routing = cluster.scheduler.plugins["devctx-routing"]
-        soon(lambda: len(routing.refused), 1)
-        soon(lambda: set(cluster.scheduler.workers) == there, True)
+        poll_for(lambda: len(routing.refused) == 1, timeout=60)
+        poll_for(lambda: set(cluster.scheduler.workers) == there, timeout=60)
         (error,) = routing.refused.values()
         assert isinstance(error, DevicesInUseError)
         with dask.annotate(device=3):
@@ -185,7 +179,7 @@ def test_workers_that_come_and_go_share_evenly() -> None:
         assert who_has(client) == [[0, 1, 2, 3]] * 2
         client.register_plugin(DevicePlugin())
         cluster.scale(1)
-        soon(lambda: who_has(client), [[0, 1, 2, 3]])
+        poll_for(lambda: who_has(client) == [[0, 1, 2, 3]], timeout=60)
 
 
 def test_one_that_joins_gets_devices_of_one_that_works() -> None:
@@ -199,7 +193,7 @@ def test_one_that_joins_gets_devices_of_one_that_works() -> None:
             with dask.annotate(device=n % 4):
                 futures.append(client.submit(here, n, pure=False))
         assert client.gather(futures) == [n % 4 for n in range(400)]
-        soon(lambda: who_has(client), [[0, 1], [2, 3]])
+        poll_for(lambda: who_has(client) == [[0, 1], [2, 3]], timeout=60)
 
 
 @pytest.mark.parametrize("options", [{}, {"devices_per_worker": 2}])

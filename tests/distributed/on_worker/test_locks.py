@@ -33,7 +33,6 @@ def hold(directory: Path, source: str = HOLD) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
-    assert child.stdout is not None
     assert child.stdout.readline() == "held\n"
     return child
 
@@ -60,14 +59,12 @@ def seen(directory: Path) -> tuple[str, bool]:
 
 def test_two_holders_of_one_process_exclude_each_other(lock_directory: Path) -> None:
     lock = taken(lock_directory, "me")
-    assert lock is not None
     assert taken(lock_directory) is None
     assert seen(lock_directory) == ("me", False)
     lock.release()
     lock.release()  # once more is nothing
     assert seen(lock_directory) == ("me", True)
     again = taken(lock_directory, "you")
-    assert again is not None
     assert seen(lock_directory) == ("you", False)
     again.release()
 
@@ -79,7 +76,6 @@ def test_a_killed_process_holds_nothing(lock_directory: Path) -> None:
     child.communicate()
     assert seen(lock_directory) == ("the child", False)
     lock = taken(lock_directory)
-    assert lock is not None
     lock.release()
 
 
@@ -89,13 +85,11 @@ def test_a_forked_child_keeps_no_lock_of_a_killed_parent(lock_directory: Path) -
     )
     child = hold(lock_directory, source)
     try:
-        assert child.stdout is not None
         assert child.stdout.readline() == "forked\n"
         child.kill()
         child.wait()
         os.killpg(child.pid, 0)  # the grandchild lives: nothing to prove otherwise
         lock = taken(lock_directory)
-        assert lock is not None
         lock.release()
     finally:
         os.killpg(child.pid, signal.SIGKILL)
@@ -104,7 +98,6 @@ def test_a_forked_child_keeps_no_lock_of_a_killed_parent(lock_directory: Path) -
 
 def test_a_forked_child_does_not_free_the_parents_lock(lock_directory: Path) -> None:
     lock = taken(lock_directory)
-    assert lock is not None
     pid = os.fork()
     if pid == 0:
         lock.release()
@@ -116,7 +109,6 @@ def test_a_forked_child_does_not_free_the_parents_lock(lock_directory: Path) -> 
 
 def test_the_directory_is_the_users_own(lock_directory: Path) -> None:
     lock = taken(lock_directory)
-    assert lock is not None
     lock.release()
     assert lock_directory.stat().st_mode & 0o777 == 0o700
     assert (lock_directory / "gpu.lock").stat().st_mode & 0o777 == 0o600

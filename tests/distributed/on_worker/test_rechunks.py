@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 import signal
@@ -17,6 +16,7 @@ import pytest
 from cuda.bindings.driver import CUresult
 from distributed import Client, Worker, wait
 from distributed.shuffle import _rechunk
+from distributed.utils_test import async_poll_for
 
 from dask_devctx import Device, SimulatedArray, driver, report
 from tests.distributed import peers
@@ -259,5 +259,4 @@ async def test_refused_with_the_reason(client: Any, worker: Any, kind: Any, said
     while error is not None and not isinstance(error, TypeError):
         error = error.__cause__
     assert said in str(error)
-    while worker.state.executing:  # the other tasks fail, too
-        await asyncio.sleep(0.01)
+    await async_poll_for(lambda: not worker.state.executing, timeout=10)  # the others fail, too

@@ -84,11 +84,7 @@ def busy(seconds: float = 0.02, weight: int = 1) -> tuple[int, ...]:
 
 async def nothing_held(worker: Any) -> None:
     admission = worker.plugins["devctx"].extension.admission
-    for _ in range(200):
-        if admission.idle:
-            break
-        await asyncio.sleep(0.01)
-    assert admission.idle
+    await async_poll_for(lambda: admission.idle, timeout=10)
 
 
 # -- the annotations
@@ -418,8 +414,7 @@ class Model:
         return mine()
 
     def places(self, arrays: Any) -> list[int]:
-        homes = [device_of(one) for one in arrays]
-        return [home.device_id for home in homes if home is not None]
+        return homes(*arrays)
 
 
 @with_plugin()
@@ -524,9 +519,6 @@ async def test_a_worker_closes_while_claims_wait(
 
 
 # -- the choice of devices
-
-
-GIB = 2**30
 
 
 def candidates(*busy_s: float) -> list[Candidate]:

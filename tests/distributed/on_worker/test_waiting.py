@@ -103,10 +103,7 @@ def ask_inside(n: int) -> int | None:
 
 
 @pytest.mark.parametrize("task", [compute_inside, ask_inside])
-def test_tasks_that_wait_for_tasks_of_their_own(task: Any) -> None:
-    @with_plugin(64)
-    async def check(client: Any) -> None:
-        found = await client.gather(client.map(task, range(N), pure=False))
-        assert sorted(found) == [n // 2 for n in range(N)]
-
-    check()
+@with_plugin(64)
+async def test_tasks_that_wait_for_tasks_of_their_own(client: Any, task: Any) -> None:
+    found = await client.gather(client.map(task, range(N), pure=False))
+    assert sorted(found) == [n // 2 for n in range(N)]

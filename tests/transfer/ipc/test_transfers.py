@@ -85,7 +85,6 @@ def test_it_grows_when_it_is_needed_up_to_its_limit(
 
 def test_what_is_in_use_is_not_given_back(machine: SimulatedMachine, staging: Staging) -> None:
     first, second = staging.take(2 * MIB), staging.take(4 * MIB)
-    assert first is not None
     assert second is not None
     staging.give(first)
     retired = staging.retire()
@@ -121,7 +120,6 @@ def test_a_transfer_is_staged(machine: SimulatedMachine, limit: int) -> None:
     lane = sending.start()
     assert lane is not None
     sending.finish(lane)
-    assert sending.staged is not None
     number, handle, offset, nbytes = sending.staged.place
     buffer = sending.staged.buffer
     assert (number, handle, len(handle)) == (buffer.number, buffer.handle, 64)
@@ -189,7 +187,6 @@ def handle(machine: SimulatedMachine) -> Iterator[bytes]:
     """The handle of another process's memory."""
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", EXPORTS], **pipes) as child:
-        assert child.stdout is not None
         yield bytes.fromhex(child.stdout.readline())
         child.communicate("\n")
 
