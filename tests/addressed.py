@@ -20,23 +20,13 @@ _OfFour = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
 
 
 class AddressedDriver(SimulatedDriver):
-    """Wraps functions of the simulated driver as C functions, which C code calls by address.
-
-    Attributes
-    ----------
-    enqueued
-        The calls by address that added work to a stream.
-    asked
-        The calls by address that asked about a stream, each with the stream.
-    busy
-        The streams that have work.
-    """
+    """Wraps functions of the simulated driver as C functions, which C code calls by address."""
 
     def __init__(self, machine: SimulatedMachine) -> None:
         super().__init__(machine.gpus, machine.faults)
-        self.enqueued: list[str] = []
-        self.asked: list[tuple[str, int]] = []
-        self.busy: set[int] = set()
+        self.enqueued: list[str] = []  # the calls by address that added work to a stream
+        self.asked: list[tuple[str, int]] = []  # those that asked about a stream, with the stream
+        self.busy: set[int] = set()  # the streams that have work
         self._functions: dict[bytes, Any] = {
             b"cuCtxGetCurrent": _GetCurrent(self._get_current),
             b"cuCtxSetCurrent": _SetCurrent(self._set_current),

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 
@@ -53,20 +53,10 @@ class Command:
 
 
 @contextmanager
-def dask_command(
-    *arguments: str, env: dict[str, str] | None = None, prefix: Sequence[str] = ()
-) -> Iterator[Command]:
-    """Run ``dask …``; what it says on both of its streams is kept.
-
-    Parameters
-    ----------
-    env
-        Variables beside this process's own.
-    prefix
-        What runs the command, such as ``ip netns exec``.
-    """
+def dask_command(*arguments: str, env: dict[str, str] | None = None) -> Iterator[Command]:
+    """Run ``dask …``, with more variables; what it says on both of its streams is kept."""
     process = subprocess.Popen(
-        [*prefix, sys.executable, "-X", "faulthandler", "-m", "dask", *arguments],
+        [sys.executable, "-X", "faulthandler", "-m", "dask", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

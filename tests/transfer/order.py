@@ -19,16 +19,11 @@ FOREVER = 10**9
 
 
 class Order:
-    """Notes the order of work from here on.
-
-    Attributes
-    ----------
-    before_allocations
-        For each allocation of device memory, as a copy makes one: the ordinal, and the work that
-        the legacy stream there comes after.
-    """
+    """Notes the order of work from here on."""
 
     def __init__(self, machine: SimulatedMachine) -> None:
+        # For each allocation of device memory, as a copy makes one: the ordinal, and the work that
+        # the legacy stream there comes after.
         self.before_allocations: list[tuple[int, set[str]]] = []
         self._driver = machine.driver
         self._blocking: set[int] = {LEGACY_STREAM, PER_THREAD_STREAM}

@@ -9,13 +9,7 @@ from dask_devctx.transfer import walk
 
 
 def shape_of(root: Any, *, devices: bool = False) -> list[Any]:
-    """Return a value's types, numbers and sharing; equal for two values that are alike.
-
-    Parameters
-    ----------
-    devices
-        Whether it also says which device each array is on.
-    """
+    """Return a value's types, numbers and sharing, and devices; equal for values that are alike."""
     numbers: dict[int, int] = {}
     alive, rows, stack = [], [], [root]
     while stack:

@@ -250,21 +250,16 @@ async def test_coroutines(client: Any) -> None:
             await asyncio.sleep(0.01)
         return at
 
+    async def fails() -> None:
+        await asyncio.sleep(0)
+        raise ValueError(str(here()))
+
     async with watching_the_loop():
         futures = []
         for device in (3, 1, 2, 1):
             with dask.annotate(device=device):
                 futures.append(client.submit(resumed, len(futures)))
         assert await client.gather(futures) == [[d] * 5 for d in (3, 1, 2, 1)]
-
-
-@with_plugin()
-async def test_a_failing_coroutine(client: Any) -> None:
-    async def fails() -> None:
-        await asyncio.sleep(0)
-        raise ValueError(str(here()))
-
-    async with watching_the_loop():
         with dask.annotate(device=2):
             error = await client.submit(fails).exception()
         with dask.annotate(device=9):

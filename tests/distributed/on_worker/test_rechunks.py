@@ -103,13 +103,13 @@ def case(seed: int) -> tuple[Any, da.Array]:
     return x, found
 
 
-@pytest.mark.parametrize("count", [25, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [12, pytest.param(120, marks=pytest.mark.long)])
 @pytest.mark.parametrize("n_workers", [1, 4])
 def test_as_numpys(n_workers: int, count: int) -> None:
-    """So many for each layout, 25 at a time: one worker with all devices, one for each."""
+    """So many for each layout, 12 at a time: one worker with all devices, one for each."""
     with layout(n_workers) as client:
-        for begin in range(100 * n_workers, 100 * n_workers + count, 25):
-            cases = [case(seed) for seed in range(begin, begin + 25)]
+        for begin in range(100 * n_workers, 100 * n_workers + count, 12):
+            cases = [case(seed) for seed in range(begin, begin + 12)]
             found = client.gather(client.compute([read(y) for _, y in cases]))
             for seed, ((x, y), z) in enumerate(zip(cases, found, strict=True), begin):
                 assert z.tobytes() == x.tobytes(), f"{seed}: {y}"

@@ -1,27 +1,33 @@
-"""Staging memory is bounded and given out in pieces; other processes' memory is opened once."""
+"""Staging memory, other processes' memory, values that are packed without theirs, and streams."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from cuda.bindings.driver import CUresult
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_devctx import Device, SimulatedArray
+from dask_devctx import Device, SimulatedArray, driver
+from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer import stamp
+from dask_devctx.transfer.ipc import lanes
 from dask_devctx.transfer.ipc.frames import Part
 from dask_devctx.transfer.ipc.messages import Described, Header, Place
+from dask_devctx.transfer.ipc.parcel import Parcel, Parts, Reduce, pack, unpack
 from dask_devctx.transfer.ipc.ranges import ALIGNMENT, Ranges, aligned, in_a_row
 from dask_devctx.transfer.ipc.receiving import OpenedBuffers, Receiving
 from dask_devctx.transfer.ipc.sending import Sending, Staging
 from dask_devctx.worker.comms import device_types
+from tests.addressed import AddressedDriver, addressed
 
 MIB = 2**20
 assert device_types  # it knows how to allocate simulated memory
@@ -244,3 +250,158 @@ def test_values_are_read_from_a_buffer_that_is_opened_once(
     assert opened_and_closed(machine) == (1, 0)
     assert buffers.close("peer", [1])
     assert opened_and_closed(machine) == (1, 1)
+
+
+class Memory:
+    """Stands in for a library's array: bytes at an address."""
+
+    def __init__(self, pointer: int, content: bytes = b"abc") -> None:
+        self.pointer = pointer
+        self.content = content
+
+    def __reduce__(self) -> Any:
+        raise AssertionError("memory of a device was pickled")
+
+
+class View:
+    def __init__(self, memory: Memory, name: str = "x") -> None:
+        self.memory = memory
+        self.name = name
+
+
+def find(kind: type) -> Reduce | None:
+    return _reduce if kind is View else None
+
+
+def _reduce(view: View, parts: Parts) -> Any:
+    memory = view.memory
+    part = Part(memory.pointer, len(memory.content), "a kind", None, memory)
+    return View, (parts.add(part), view.name)
+
+
+def sent(value: Any) -> tuple[Any, Parcel]:
+    parcel = pack(value, find)
+    arrived = [Memory(1000 + part.pointer, part.owner.content) for part in parcel.parts]
+    return unpack(parcel.pickled, [bytes(b) for b in parcel.buffers], arrived), parcel
+
+
+def test_memory_goes_beside_the_pickle_and_stays_shared() -> None:
+    memory = Memory(7)
+    view = View(memory)
+    value: dict[str, Any] = {"views": [view, view], "same": View(Memory(7), "y"), "n": 1}
+    value["itself"] = value
+    found, parcel = sent(value)
+    assert [(part.pointer, part.nbytes, part.owner) for part in parcel.parts] == [(7, 3, memory)]
+    assert found["n"] == 1
+    assert found["itself"] is found
+    first, second = found["views"]
+    assert first is second
+    assert first.memory is found["same"].memory
+    assert (first.memory.pointer, first.name, found["same"].name) == (1007, "x", "y")
+
+
+def test_other_memory_is_not_taken_for_the_same() -> None:
+    values = [
+        View(Memory(0, b""), "x"),
+        View(Memory(0, b""), "y"),
+        View(Memory(7)),
+        View(Memory(8)),
+    ]
+    found, parcel = sent(values)
+    assert len(parcel.parts) == 4
+    assert [(view.memory.pointer, view.name) for view in found] == [
+        (1000, "x"),
+        (1000, "y"),
+        (1007, "x"),
+        (1008, "x"),
+    ]
+
+
+def test_host_arrays_are_not_copied_into_the_pickle() -> None:
+    host = np.arange(10_000.0)
+    found, parcel = sent([host, host[::2], View(Memory(7))])
+    assert len(parcel.pickled) < host.nbytes
+    assert sum(buffer.nbytes for buffer in parcel.buffers) >= host.nbytes
+    assert np.array_equal(found[0], host)
+    assert np.array_equal(found[1], host[::2])
+
+
+@pytest.mark.parametrize("function", ["cuStreamCreate", "cuEventCreate"])
+def test_a_lane_can_be_had_while_the_driver_waits_for_another(
+    machine: SimulatedMachine, function: str
+) -> None:
+    """Where a stream is full, it may wait for the device. The event loop takes lanes, too."""
+    waiting, go_on, taken = threading.Event(), threading.Event(), threading.Event()
+
+    def wait(*_: object) -> bool:
+        waiting.set()
+        go_on.wait(20)
+        return False
+
+    def share() -> None:
+        with Device(0):
+            lanes.shared(Device(0), "in")
+
+    def take() -> None:
+        with Device(0):
+            lanes.give(lanes.take(Device(0)))
+        taken.set()
+
+    take()
+    taken.clear()
+    machine.faults.inject(function, CUresult.CUDA_ERROR_UNKNOWN, when=wait)
+    threads = [threading.Thread(target=share), threading.Thread(target=take)]
+    threads[0].start()
+    assert waiting.wait(10)
+    threads[1].start()
+    in_time = taken.wait(10)
+    go_on.set()
+    for thread in threads:
+        thread.join(20)
+    assert in_time
+
+
+@pytest.fixture
+def calls(machine: SimulatedMachine) -> Iterator[AddressedDriver]:
+    """A driver that tells addresses: a call by address keeps the GIL."""
+    pytest.importorskip("dask_devctx.driver._scope")
+    with driver.use(addressed(machine)), Device(0):
+        assert isinstance(machine.driver, AddressedDriver)
+        yield machine.driver
+
+
+def _enqueued(calls: AddressedDriver, copies: int = 1, nbytes: int = 8) -> list[str]:
+    """Return the calls by address that copies in a lane take."""
+    work = Device(0)._backend.calls.work
+    memory = work.allocate(2 * lanes.FEW_NBYTES + 2)
+    lane = lanes.take(Device(0))
+    calls.enqueued.clear()
+    lane.after_current_streams()
+    calls.asked.clear()
+    lane.keep_lock(copies, nbytes)
+    for _ in range(copies):
+        lane.copy(memory + nbytes, memory, nbytes)
+    lane.mark()
+    found = list(calls.enqueued)
+    lane.copy(memory + nbytes, memory, nbytes)  # more of them need a new look
+    lane.mark()
+    assert calls.enqueued == found
+    assert lane.done()
+    lanes.finish(lane)
+    work.free(memory)
+    return found
+
+
+QUESTIONS = [("cuStreamIsCapturing", LEGACY_STREAM), ("cuStreamQuery", LEGACY_STREAM)]
+
+
+def test_a_few_copies_keep_pythons_lock_where_no_stream_is_full(calls: AddressedDriver) -> None:
+    """The events in the streams of libraries do not: these may be full."""
+    assert _enqueued(calls) == ["cuMemcpyAsync", "cuEventRecord"]
+    assert calls.asked == QUESTIONS
+    assert _enqueued(calls, lanes.FEW) == ["cuMemcpyAsync"] * lanes.FEW + ["cuEventRecord"]
+    assert _enqueued(calls, nbytes=lanes.FEW_NBYTES) == ["cuMemcpyAsync", "cuEventRecord"]
+    assert _enqueued(calls, lanes.FEW + 1) == []
+    assert _enqueued(calls, nbytes=lanes.FEW_NBYTES + 1) == []
+    calls.busy.add(LEGACY_STREAM)
+    assert _enqueued(calls) == []
