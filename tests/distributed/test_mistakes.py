@@ -17,7 +17,6 @@ import pytest
 from distributed import Client
 
 from dask_devctx import (
-    Device,
     DevicesInUseError,
     LocalDeviceCluster,
     SimulatedArray,
@@ -29,7 +28,7 @@ from dask_devctx import (
 )
 from dask_devctx.annotations.warnings import mistaken
 from dask_devctx.driver.simulated import SimulatedMachine
-from tests.distributed.devices import started
+from tests.distributed.devices import here, started
 
 START = "LocalDeviceCluster(n_workers=1, dashboard_address=':0')"
 GUARD = 'if __name__ == "__main__":'
@@ -126,16 +125,11 @@ def test_errors_of_python_and_numpy_have_a_note_with_the_remedy() -> None:
 # -- item i on device i
 
 
-def _where(_: object) -> int:
-    device = Device.current()
-    return device.device_id
-
-
 def test_the_remedy_for_an_item_on_each_device_works() -> None:
     with started() as client:
-        names = {"client": client, "function": _where, "items": "ab", "on_device": on_device}
+        names = {"client": client, "function": here, "items": "ab", "on_device": on_device}
         with dask.annotate(device=[1, 0]):
-            error = client.submit(_where, 0, pure=False).exception()
+            error = client.submit(here, 0, pure=False).exception()
         remedy = re.search(r"\[client\.submit\(.*\]$", str(error))
         assert remedy is not None, str(error)
         assert client.gather(eval(remedy[0], names)) == [1, 0]
@@ -152,7 +146,7 @@ def cluster() -> Iterator[LocalDeviceCluster]:
 
 def test_the_report_of_a_cluster(cluster: LocalDeviceCluster) -> None:
     with Client(cluster, set_as_default=False) as client, dask.annotate(device=1):
-        client.submit(_where, 0, key="one-1").result()
+        client.submit(here, 0, key="one-1").result()
     assert [(task.key, task.device_id) for task in report(cluster)] == [("one-1", 1)]
 
 
@@ -208,7 +202,7 @@ if __name__ == "__main__":
 """
 
 
-def test_an_annotation_where_there_is_no_plugin(tmp_path: Path) -> None:
+def test_an_annotationhere_there_is_no_plugin(tmp_path: Path) -> None:
     """Nobody made a plugin, neither here nor in a worker: the tasks run without a device."""
     done = run_script(tmp_path / "job.py", _NO_PLUGIN)
     assert done.returncode == 0, done.stderr

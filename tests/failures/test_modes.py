@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import time
 from typing import Any
 
 import dask
@@ -15,6 +14,7 @@ import pynvml
 import pytest
 from cuda.bindings.driver import CUresult
 from distributed import Client, LocalCluster
+from distributed.utils_test import poll_for
 
 from dask_devctx import (
     Device,
@@ -39,7 +39,7 @@ from dask_devctx.scheduler.messages import (
     SHARE,
 )
 from tests.conftest import Replacing
-from tests.distributed.devices import started
+from tests.distributed.devices import here, started
 
 
 def test_statuses_are_the_drivers() -> None:
@@ -148,12 +148,7 @@ def leave(which: int) -> None:
 async def leave_in_a_coroutine(which: int) -> int | None:
     Device(which).set_current()
     await asyncio.sleep(0)
-    return current()
-
-
-def current() -> int | None:
-    device = Device.current()
-    return None if device is None else device.device_id
+    return here()
 
 
 def test_it_is_counted_and_warned_of_once(client: Client, caplog: pytest.LogCaptureFixture) -> None:
@@ -161,7 +156,7 @@ def test_it_is_counted_and_warned_of_once(client: Client, caplog: pytest.LogCapt
     with caplog.at_level(logging.WARNING, "dask_devctx"), dask.annotate(device=1):
         futures = [client.submit(leave, 2, pure=False) for _ in range(5)]
         client.gather(futures)
-        assert client.submit(current, pure=False).result() == 1
+        assert client.submit(here, pure=False).result() == 1
     metrics = worker.metrics["devctx-failures"](worker)
     assert metrics["left-behind"] == {"cuda:1": 5}
     warned = [r for r in caplog.records if "did not restore" in r.getMessage()]
@@ -173,7 +168,7 @@ def test_it_is_counted_and_warned_of_once(client: Client, caplog: pytest.LogCapt
 def test_a_coroutine_gets_its_own_device_back_at_each_resume(client: Client) -> None:
     with dask.annotate(device=1):
         assert client.submit(leave_in_a_coroutine, 2).result() == 1
-        assert client.submit(current, pure=False).result() == 1
+        assert client.submit(here, pure=False).result() == 1
 
 
 def fail(array: SimulatedArray) -> None:
@@ -192,10 +187,7 @@ def test_a_failed_tasks_arrays_are_free_before_garbage_is_collected(
         with pytest.raises(ValueError, match="1000 values"):
             failed.result()
         del made, failed
-        until = time.monotonic() + 5
-        while (left := [gpu.used_memory for gpu in machine.gpus]) != [0, 0, 0, 0]:
-            assert time.monotonic() < until, left
-            time.sleep(0.01)
+        poll_for(lambda: not any(gpu.used_memory for gpu in machine.gpus), timeout=5)
     finally:
         gc.enable()
 

@@ -16,17 +16,12 @@ import dask
 import pytest
 from click.testing import CliRunner, Result
 from distributed import Client, LocalCluster, wait
+from distributed.utils_test import poll_for
 
 from dask_devctx import Device, report
 from dask_devctx.cli import devctx
 from dask_devctx.errors.base import nbytes_text
 from tests.distributed.devices import nap, started
-
-IN_THIS_PROCESS: dict[str, Any] = {
-    "protocol": "tcp",
-    "processes": False,
-    "dashboard_address": ":0",
-}
 
 
 def run(*arguments: str) -> Result:
@@ -35,7 +30,7 @@ def run(*arguments: str) -> Result:
 
 @pytest.fixture
 def client() -> Iterator[Client]:
-    with started(n_workers=2, **IN_THIS_PROCESS) as client:
+    with started(n_workers=2, protocol="tcp") as client:
         yield client
 
 
@@ -84,14 +79,12 @@ def test_the_state_is_printed_once(client: Client) -> None:
 
 
 def test_values_on_the_host_are_shown_with_the_limit() -> None:
-    with started(
-        n_workers=1, devices=[0], device_memory_limit="200 kB", **IN_THIS_PROCESS
-    ) as client:
+    with started(n_workers=1, devices=[0], device_memory_limit="200 kB", protocol="tcp") as client:
         kept = client.map(nap, [0.0] * 6, pure=False)
         wait(kept)
-        deadline = time.monotonic() + 20
-        while "on the host" not in (text := run("top", address_of(client), "--once").stdout):
-            assert time.monotonic() < deadline
+        once = "top", address_of(client), "--once"
+        poll_for(lambda: "on the host" in run(*once).stdout, timeout=20)
+        text = run(*once).stdout
         *_, head, line = text.splitlines()
         assert "kept of limit" in head
         assert " of 195.3 KiB" in line
@@ -148,7 +141,7 @@ def test_the_gpus_of_a_cluster(client: Client) -> None:
 
 
 def test_a_cluster_without_the_plugin_ends_with_status_1() -> None:
-    with LocalCluster(n_workers=1, **IN_THIS_PROCESS) as cluster:
-        result = run("info", "--scheduler", cluster.scheduler_address)
+    with started(LocalCluster, n_workers=1, protocol="tcp") as client:
+        result = run("info", "--scheduler", address_of(client))
     assert result.exit_code == 1
     assert "does not run the plugin: client.register_plugin(DevicePlugin())" in result.stdout

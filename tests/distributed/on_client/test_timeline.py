@@ -12,6 +12,7 @@ from pathlib import Path
 import dask
 import pytest
 from distributed import Client, wait
+from distributed.utils_test import poll_for
 
 from dask_devctx import (
     LocalDeviceCluster,
@@ -60,19 +61,18 @@ def test_every_task_and_copy_of_the_report_is_in_it(client: Client, tmp_path: Pa
 def test_it_counts_memory_and_tasks(client: Client, tmp_path: Path) -> None:
     made = client.map(nap, [0.1] * 8, pure=False)
     wait(made)
-    deadline = time.monotonic() + 20
-    while True:
+    counters = defaultdict(list)
+
+    def counted() -> bool:
         timeline(client, tmp_path / "timeline.json")
-        content = checked(tmp_path / "timeline.json")
-        counters = defaultdict(list)
-        for event in content["traceEvents"]:
+        counters.clear()
+        for event in checked(tmp_path / "timeline.json")["traceEvents"]:
             if event["ph"] == "C":
                 counters[event["name"]].append(event["args"])
         memory = counters["cuda:0 memory (bytes)"]
-        if memory and memory[-1]["free"] <= 16 * 2**30 - 80_000:
-            break
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+        return memory and memory[-1]["free"] <= 16 * 2**30 - 80_000
+
+    poll_for(counted, timeout=20)
     assert {tuple(args) for args in counters["cuda:3 tasks"]} == {("running", "queued")}
 
 
