@@ -134,15 +134,14 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         return None if self.extension is None else self.extension.report()
 
     def configuration(self) -> dict[str, Any]:
-        """Return the options, and the bytes that they mean on each device of the worker."""
-        shown = {name: getattr(self.options, name) for name in (*OPTION_NAMES, *SETTINGS)}
-        if self.options.policy is not None:
-            shown["policy"] = funcname(self.options.policy)
-        devices = {
-            device.uuid: {"device": str(device.info), **sizes(device, self.options)}
-            for device in self.worker_devices
-        }
-        return {"options": shown, "devices": devices}
+        """Return all options, and the bytes that they mean on each device of the worker."""
+        options = {name: getattr(self.options, name) for name in (*OPTION_NAMES, *SETTINGS)}
+        limits = {one.uuid: sizes(one, self.options) for one in self.worker_devices}
+        return (
+            options
+            | {"policy": self.options.policy and funcname(self.options.policy)}
+            | {"bytes": limits}
+        )
 
     # -- dask's hooks
 

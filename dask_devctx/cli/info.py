@@ -13,7 +13,7 @@ from distributed import Client, Worker
 
 from dask_devctx import config
 from dask_devctx.cli.connection import connected, finds_scheduler
-from dask_devctx.client.tables import aligned
+from dask_devctx.client.live import aligned
 from dask_devctx.config.options import Options
 from dask_devctx.cuda.discovery import DeviceInfo
 from dask_devctx.cuda.inspection import Machine, inspect_machine
@@ -25,32 +25,22 @@ Found = dict[str, Any]
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("address", required=False)
+@click.argument("scheduler", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-@click.option("--scheduler", help="The same as the address.")
 @finds_scheduler
 @click.pass_context
-def info(
-    context: click.Context,
-    /,
-    address: str | None,
-    as_json: bool,
-    scheduler: str | None,
-    **where: Any,
-) -> None:
+def info(context: click.Context, /, scheduler: str | None, as_json: bool, **where: Any) -> None:
     """Show the GPUs, their peer access, the hidden GPUs, and problems.
 
-    With the ADDRESS of a scheduler, show those of all machines of its cluster.
+    With the address of a SCHEDULER, show those of all machines of its cluster, and the threads,
+    memory and options of its workers.
 
     The command creates no CUDA context. Its exit status is 1 if no GPU can be used.
     """
-    if address is not None and scheduler is not None:
-        raise click.UsageError(f"two addresses: {address} and --scheduler {scheduler}")
-    scheduler = address or scheduler
     if scheduler is not None or where["scheduler_file"] is not None:
         with connected(scheduler, **where) as client:
             workers = _workers(client)
-        click.echo(json.dumps(workers, indent=2) if as_json else _of_cluster(workers))
+        click.echo(json.dumps(workers, indent=2, default=str) if as_json else _of_cluster(workers))
         context.exit(0 if any(worker["uses"] for worker in workers.values()) else 1)
     machine = inspect_machine()
     machine = replace(machine, problems=(*machine.problems, *_problems_of_the_configuration()))
@@ -159,22 +149,25 @@ def _workers(client: Client) -> dict[str, Found]:
     order = sorted(known.items(), key=lambda one: (one[1]["host"], str(one[1]["name"])))
     for address, worker in order:
         answer = answers.get(address, "it left")
-        machine, uses = answer if isinstance(answer, tuple) else (None, None)
+        is_known = isinstance(answer, dict)
         found[address] = {
+            **{name: worker[name] for name in ("host", "nthreads", "memory_limit")},
+            **(answer if is_known else dict.fromkeys(("machine", "uses", "plugin", "options"))),
             "name": str(worker["name"]),
-            "host": worker["host"],
-            "uses": uses,
-            "machine": machine,
-            "problem": None if isinstance(answer, tuple) else repr(answer),
+            "problem": None if is_known else repr(answer),
         }
     return found
 
 
-def _of_worker(dask_worker: Worker) -> tuple[Found, list[str] | None]:
+def _of_worker(dask_worker: Worker) -> Found:
     plugin = dask_worker.plugins.get(DevicePlugin.name)
-    devices = getattr(plugin, "worker_devices", None)
-    uses = None if devices is None else [device.uuid for device in devices]
-    return _found(inspect_machine()), uses
+    has_plugin = isinstance(plugin, DevicePlugin)
+    return {
+        "machine": _found(inspect_machine()),
+        "uses": [device.uuid for device in plugin.worker_devices] if has_plugin else None,
+        "plugin": repr(plugin) if has_plugin else None,
+        "options": plugin.configuration() if has_plugin else None,
+    }
 
 
 def _of_cluster(workers: dict[str, Found]) -> str:
@@ -194,7 +187,9 @@ def _uses(address: str, worker: Found) -> str:
         return f"{head} does not answer: {worker['problem']}"
     if worker["uses"] is None:
         return f"{head} does not run the plugin: client.register_plugin(DevicePlugin())"
-    if not worker["uses"]:
-        return f"{head} has no devices"
     names = {one["uuid"]: f"cuda:{one['device_id']}" for one in worker["machine"]["devices"]}
-    return f"{head} uses {', '.join(names.get(uuid, uuid) for uuid in worker['uses'])}"
+    uses = ", ".join(names.get(uuid, uuid) for uuid in worker["uses"])
+    return (
+        f"{head} {f'uses {uses}' if uses else 'has no devices'}; {worker['nthreads']} threads, "
+        f"{nbytes_text(worker['memory_limit'])} of host memory, {worker['plugin']}"
+    )

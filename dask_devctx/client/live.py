@@ -15,7 +15,6 @@ from typing import Any, Final, NamedTuple
 
 from distributed import Client, Scheduler
 
-from dask_devctx.client.tables import host_of, shortened
 from dask_devctx.errors.base import nbytes_text
 from dask_devctx.scheduler.cluster import device_names
 from dask_devctx.scheduler.counts import METRIC, transfers
@@ -127,6 +126,54 @@ def rows(devices: Sequence[LiveDevice], columns: Sequence[str]) -> list[list[obj
     """Return a row of cells for each device: its short name, and these columns."""
     names = device_names((one.host, one.device_id, one.uuid) for one in devices)
     return [[names[one.uuid], *(COLUMNS[name](one) for name in columns)] for one in devices]
+
+
+# -- plain text
+
+
+def aligned(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return a table of aligned columns; columns of numbers are aligned to the right.
+
+    Examples
+    --------
+    >>> print(aligned(("name", "n"), [("one", 1), ("eleven", 11)]))
+    name     n
+    one      1
+    eleven  11
+    """
+    cells = [[("-" if cell is None else str(cell)) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+    right = [
+        all(isinstance(cell, (int, float)) or cell in ("", None) for cell in column)
+        for column in zip(*rows, strict=True)
+    ] or [False] * len(head)
+    lines = [
+        "  ".join(
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(line, widths, right, strict=True)
+        ).rstrip()
+        for line in [list(head), *cells]
+    ]
+    return "\n".join(lines)
+
+
+def shortened(text: str, columns: int) -> str:
+    """Return a text of at most so many columns, with "…" in the place of its middle.
+
+    Examples
+    --------
+    >>> shortened("tcp://127.0.0.1:45821", 12)
+    'tcp:/…:45821'
+    """
+    if len(text) <= columns:
+        return text
+    end = columns // 2
+    return f"{text[: columns - end - 1]}…{text[-end:]}"
+
+
+def host_of(address: str) -> str:
+    """Return the host of a worker, as its address has it."""
+    return address.rpartition(":")[0]
 
 
 # -- moments

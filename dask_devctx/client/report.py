@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+import time
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, asdict, astuple, dataclass, field
-from typing import Any, Literal
+from html import escape
+from textwrap import wrap
+from typing import Any, Final
 
 from distributed import Client, Scheduler, Worker
 from distributed.deploy import Cluster
 
-from dask_devctx.client import rendering
-from dask_devctx.client.live import refuse_unusable
+from dask_devctx.client.live import (
+    LiveDevice,
+    aligned,
+    by_device,
+    host_of,
+    refuse_unusable,
+    rows,
+    shortened,
+    total,
+)
+from dask_devctx.errors.base import counted, listed, nbytes_text
 from dask_devctx.plugin import DevicePlugin
+from dask_devctx.scheduler.cluster import device_names
 from dask_devctx.scheduler.counts import PastDevice
 from dask_devctx.scheduler.rows import (
     DeviceCounts,
@@ -22,7 +35,16 @@ from dask_devctx.scheduler.rows import (
     known,
 )
 
-By = Literal["device", "prefix"]
+_COLUMNS: Final = 100
+_NAME: Final = 24
+# A rate of fewer bytes says nothing about a link.
+_LEAST_TIMED: Final = 2**20
+# So many kinds of errors of refused tasks have a line.
+_KINDS: Final = 5
+_BY_DEVICE: Final = (
+    *("worker", "runs", "waits", "done", "failed", "busy s", "use"),
+    *("memory used", "copied in"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,31 +112,6 @@ class ReportedTransfer(Transfer):
 
 
 @dataclass(frozen=True, slots=True)
-class LostWorker:
-    """A worker that left unexpectedly.
-
-    Parameters
-    ----------
-    worker
-        Its address.
-    time
-        The time, in seconds since the epoch by the scheduler's clock.
-    uuids
-        The UUIDs of its devices.
-    tasks
-        The number of tasks that it had to run.
-    results
-        The number of results that were there alone: dask computes them again if they are needed.
-    """
-
-    worker: str
-    time: float
-    uuids: tuple[str, ...]
-    tasks: int
-    results: int
-
-
-@dataclass(frozen=True, slots=True)
 class FailedDevice:
     """A device that failed, so that its worker ended.
 
@@ -140,8 +137,8 @@ class FailedDevice:
 class Report(list[ReportedTask]):
     """The tasks that ran on a cluster's devices, the earliest first.
 
-    Its text has a line for each device and one for the cluster. In notebooks it is a table with
-    bars. ``pandas.DataFrame(report)`` makes a data frame of the tasks, and
+    Its text has a line for each device and one for the cluster. In notebooks it is a table.
+    ``pandas.DataFrame(report)`` makes a data frame of the tasks, and
     ``pandas.DataFrame(report.devices)`` one of the devices.
 
     Attributes
@@ -161,18 +158,11 @@ class Report(list[ReportedTask]):
         Whether each worker runs the plugin, by its address.
     silent
         The reason why a worker did not answer, by its address. The other attributes lack it.
-    lost
-        The latest workers that left unexpectedly, each a :class:`LostWorker`.
     failures
         The latest devices that failed, each a :class:`FailedDevice`.
-    unplaced
-        The numbers of tasks whose resources no worker has, by the prefix of their keys and by these
-        resources, as a text.
     waiting
         The actors that hold devices for which tasks wait, and the remedy, as a text by the worker's
         address.
-    by
-        ``"device"`` or ``"prefix"``: the lines of its text.
     """
 
     tasks: InitVar[Sequence[ReportedTask]] = ()
@@ -184,10 +174,7 @@ class Report(list[ReportedTask]):
     waiting: Mapping[str, str] = field(default_factory=dict)
     without_device: Sequence[ReportedTask] = field(default_factory=list)
     hosted: int = 0
-    lost: Sequence[LostWorker] = field(default_factory=list)
     failures: Sequence[FailedDevice] = field(default_factory=list)
-    unplaced: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    by: By = "device"
 
     def __post_init__(self, tasks: Sequence[ReportedTask]) -> None:
         super().__init__(tasks)
@@ -196,22 +183,25 @@ class Report(list[ReportedTask]):
         return str(self)  # a list of thousands of tasks is unreadable
 
     def __str__(self) -> str:
-        return rendering.text(self)
+        problems = [wrapped for line in _problems(self) for wrapped in wrap(line, _COLUMNS)]
+        below = [line[: _COLUMNS - 1] + "…" if line[_COLUMNS:] else line for line in _below(self)]
+        return "\n".join([aligned(*_table(self)), *below, *problems])
 
     def _repr_html_(self) -> str:
-        return rendering.html(self)
+        head, rows = _table(self)
+        shown = [["-" if cell is None else str(cell) for cell in row] for row in [head, *rows]]
+        cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in shown)
+        lines = (f"<div>{escape(line)}</div>" for line in (*_below(self), *_problems(self)))
+        return f"<table><tr>{'</tr><tr>'.join(cells)}</tr></table>{''.join(lines)}"
 
 
-def report(client: Client | Cluster, *, by: By = "device") -> Report:
+def report(client: Client | Cluster) -> Report:
     """Return the tasks that ran on each device of a cluster.
 
     Parameters
     ----------
     client
         A client of the cluster, or the cluster. An asynchronous client gives an awaitable.
-    by
-        The lines of the report's text: ``"device"``, or ``"prefix"`` for a line for each kind of
-        task. The report's content is the same.
 
     Returns
     -------
@@ -226,7 +216,7 @@ def report(client: Client | Cluster, *, by: By = "device") -> Report:
     TypeError
         ``client`` is neither a client nor a cluster.
     ValueError
-        ``by`` is neither, or the client is closed.
+        The client is closed.
 
     Examples
     --------
@@ -239,24 +229,22 @@ def report(client: Client | Cluster, *, by: By = "device") -> Report:
     ...         [(task.key, task.device_id) for task in report(client)]
     [('sum-1', 2)]
     """
-    if by not in ("device", "prefix"):
-        raise ValueError(f"by must be 'device' or 'prefix', got {by!r}")
     if isinstance(client, Cluster) and not client.asynchronous:
         with Client(client, set_as_default=False) as own:
-            return report(own, by=by)
+            return report(own)
     refuse_unusable(client, "report(Client(cluster))")
-    found: Report = client.sync(_report, client, by)
+    found: Report = client.sync(_report, client)
     return found
 
 
-async def _report(client: Client, by: By) -> Report:
+async def _report(client: Client) -> Report:
     # A worker that restarts, or has another version of this package, must not hide the others.
     answers = sorted((await client.run(_of_worker, on_error="return")).items())
     silent = {w: repr(one) for w, one in answers if isinstance(one, BaseException)}
     workers = {w: one is not None for w, one in answers if w not in silent}
     found = [(w, one) for w, one in answers if workers.get(w)]
     of_scheduler: Any = await client.run_on_scheduler(_of_scheduler)
-    past, moved, lost, unplaced, failures = of_scheduler
+    past, moved, failures = of_scheduler
     tasks = [
         _task(run, w, one.get("more", {}).get(n, ()))
         for w, one in found
@@ -280,10 +268,7 @@ async def _report(client: Client, by: By) -> Report:
         waiting={w: text for w, one in found if (text := one.get("waiting"))},
         without_device=[task for task in tasks if task.uuid is None],
         hosted=sum(one["without_device"] for _, one in found),
-        lost=[LostWorker(*one) for one in lost],
         failures=[FailedDevice(*one) for one in failures],
-        unplaced=unplaced,
-        by=by,
     )
 
 
@@ -307,23 +292,12 @@ def _with_past(
 
 
 def _of_scheduler(dask_scheduler: Scheduler) -> Any:
-    """Return the counts of workers that left, and the tasks that no worker may run."""
+    """Return the counts of workers that left, and the devices that failed."""
     routing = dask_scheduler.plugins.get("devctx-routing")
     if routing is None:
-        return {}, {}, [], {}, []
-    unplaced = Counter(
-        (ts.prefix.name, f"resources={ts.resource_restrictions}")
-        for ts in dask_scheduler.unrunnable
-        if ts.resource_restrictions
-    )
-    lost, used = [], routing.counts.used
-    for at, event in dask_scheduler.get_events("all"):
-        is_left = isinstance(event, dict) and event.get("action") == "remove-worker"
-        if is_left and not event["expected"]:
-            worker, kinds = event["worker"], ("processing-tasks", "lost-computed-tasks")
-            lost.append((worker, at, used.get(worker, ()), *(len(event[k]) for k in kinds)))
+        return {}, {}, []
     failures = [(worker, at, *row[:3], tuple(row[4])) for worker, at, row in routing.failures]
-    return routing.counts.past, routing.counts.transfers, lost[-5:], dict(unplaced), failures
+    return routing.counts.past, routing.counts.transfers, failures
 
 
 _of_scheduler.__module__ = "__main__"  # sent by value, to a scheduler without this package too
@@ -336,3 +310,111 @@ async def _of_worker(dask_worker: Worker) -> dict[str, Any] | None:
         return None
     found = plugin.report()
     return None if found is None else {**found, "name": str(dask_worker.name)}
+
+
+# -- its text: the table, lines that may be cut, then problems with their remedies
+
+
+def _devices(report: Report) -> list[LiveDevice]:
+    """Return the devices, and the sum of all at the end."""
+    copied = Counter[str]()
+    for row in report.transfers:
+        copied[row.destination] += row.nbytes
+    found = by_device(
+        ((row.worker, row.worker_name if row.present else None, row) for row in report.devices),
+        copied,
+    )
+    workers = counted(len({row.worker for row in report.devices if row.present}), "worker")
+    return [*found.values(), total(found.values(), workers)]
+
+
+def _table(report: Report) -> tuple[Sequence[str], list[Sequence[object]]]:
+    *each, summed = _devices(report)
+    last = rows([summed], _BY_DEVICE)[0][1:]
+    return ("device", *_BY_DEVICE), [*rows(each, _BY_DEVICE), [f"all {len(each)}", *last]]
+
+
+def _names(report: Report) -> dict[str, str]:
+    return device_names((host_of(d.worker), d.device_id, d.uuid) for d in report.devices)
+
+
+def _clock(seconds: float) -> str:
+    """Return the time of day of a moment in seconds since the epoch."""
+    return time.strftime("%H:%M:%S", time.localtime(seconds))
+
+
+def _below(report: Report) -> Iterator[str]:
+    if report.hosted:
+        yield f"tasks without a device: {report.hosted}"
+    yield from _moved(report)
+    yield from _spilled(report)
+    for worker, reason in report.silent.items():
+        yield f"no answer from {worker}: {reason}"
+    without = [worker for worker, runs in report.workers.items() if not runs]
+    if not report.workers and not report.silent:
+        yield "the cluster has no workers"
+    elif len(without) == len(report.workers) > 0:
+        yield "no worker runs the plugin: client.register_plugin(DevicePlugin())"
+    elif without:
+        yield f"without the plugin: {', '.join(without)}"
+    having = {device.worker for device in report.devices if device.present}
+    bare = [worker for worker, runs in report.workers.items() if runs and worker not in having]
+    if bare:
+        yield f"with the plugin and without devices: {', '.join(bare)}"
+
+
+def _moved(report: Report) -> Iterator[str]:
+    sums: defaultdict[tuple[str, str | None], list[float]] = defaultdict(lambda: [0, 0, 0, 0.0])
+    for row in report.transfers:
+        numbers = row.nbytes, row.copies, row.measured_nbytes, row.measured_s
+        key = row.transport, row.reason
+        sums[key] = [a + b for a, b in zip(sums[key], numbers, strict=True)]
+    for (transport, reason), (nbytes, copies, timed, seconds) in sums.items():
+        rate = ""
+        if seconds > 0 and timed >= _LEAST_TIMED:
+            speed = timed / seconds / 1e9
+            rate = f", {speed:.3g} GB/s" if speed >= 1 else f", {1000 * speed:.3g} MB/s"
+        several = f"{int(copies)} {'copy' if copies == 1 else 'copies'}"
+        because = f": {reason}" if reason else ""
+        yield f"moved by {transport}: {nbytes_text(int(nbytes))} in {several}{rate}{because}"
+
+
+def _spilled(report: Report) -> Iterator[str]:
+    """Yield a line for each device whose values were moved to the host, and one for the cluster."""
+    spilled = [device for device in report.devices if device.spills]
+    if not spilled:
+        return
+    names = _names(report)
+    for device in spilled:
+        kept = (device.memory_held or 0) + (device.memory_copies or 0)
+        limit = device.device_memory_limit
+        of = "" if limit is None else f" of its limit {nbytes_text(limit)}"
+        yield (
+            f"{names[device.uuid]} of worker {shortened(device.worker_name, 16)} keeps "
+            f"{nbytes_text(kept)}{of}; {nbytes_text(device.memory_spilled)} more are in host memory"
+        )
+    away = nbytes_text(sum(device.spilled_nbytes for device in report.devices))
+    back = nbytes_text(sum(device.unspilled_nbytes for device in report.devices))
+    spills = counted(sum(device.spills for device in spilled), "move")
+    unspills = counted(sum(device.unspills for device in report.devices), "move")
+    since = "moved to host memory since the start"
+    yield f"{since}: {away} in {spills}; came back: {back} in {unspills}"
+
+
+def _problems(report: Report) -> Iterator[str]:
+    for one in report.failures:
+        at, suspects = _clock(one.time), listed(one.suspects, _KINDS) or "none"
+        yield f"failed at {at}: {one.device} of {one.worker}, {one.status}; suspects: {suspects}"
+    kinds: dict[str, Counter[str]] = {}
+    for task in report.refused:
+        reason = " ".join(task.reason.split())
+        prefixes = kinds[reason] = kinds.pop(reason, Counter())  # the latest at the end
+        prefixes[task.prefix] += 1
+    for reason, prefixes in list(kinds.items())[-_KINDS:]:
+        named = [shortened(prefix, _NAME) for prefix, _ in prefixes.most_common()]
+        yield f"refused: {prefixes.total()} of {listed(named, 2)}: {reason}"
+    if len(kinds) > _KINDS:
+        more = counted(len(kinds) - _KINDS, "more reason")
+        yield f"refused for {more}: report(client).refused"
+    for worker, reason in report.waiting.items():
+        yield f"waiting on {worker}: {reason}"

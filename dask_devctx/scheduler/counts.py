@@ -39,8 +39,6 @@ class Counts:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.past: dict[str, PastDevice] = {}  # of workers that left, by UUID
-        # The UUIDs of the devices that each worker used last, also if it left.
-        self.used: dict[str, tuple[str, ...]] = {}
         # The sums of workers that left, by source, destination and transport.
         self.transfers: dict[tuple[str, str, str], Transfer] = {}
         self._scheduler = scheduler
@@ -71,9 +69,6 @@ class Counts:
 
     def announced(self, address: str, used: Collection[str]) -> None:
         """Keep the counts of the devices that a worker gave up; it has others now."""
-        self.used.pop(address, None)
-        self.used[address] = tuple(used)
-        _shorten(self.used)
         seen = self._seen.get(address, {})
         for uuid in seen.keys() - used:
             self._keep(address, DeviceCounts(uuid=uuid), seen.pop(uuid))

@@ -33,7 +33,6 @@ from dask_devctx import (
     DeviceFailedError,
     DeviceNotFoundError,
     DevicePlugin,
-    devices,
     report,
 )
 from dask_devctx.cuda.scope import open_scopes
@@ -212,10 +211,6 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_task_comes_back(apart: Clien
     assert [number for number, _ in apart.gather(running)] == list(range(12))
     assert worker_pid(apart) != before
     assert apart.submit(lambda: len(open_scopes())).result() == 1
-    (lost,) = report(apart).lost
-    assert {*lost.uuids} == {device.uuid for device in devices()}
-    assert lost.tasks + lost.results == 12
-    assert f"worker {lost.worker} with cuda:0, cuda:1, cuda:2, cuda:3; " in str(report(apart))
 
 
 @asynccontextmanager

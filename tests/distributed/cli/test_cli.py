@@ -145,20 +145,7 @@ def test_an_option_that_is_out_of_range_is_a_problem() -> None:
     assert any("devctx.replica-limit" in problem for problem in found["problems"])
 
 
-# -- dask devctx config
-
-
-# Those of `dask cuda config`, version 26.10.
-THEIRS = {"--scheduler-file", "--tls-ca-file", "--tls-cert", "--tls-key"}
-
-
-def test_it_has_every_option_of_dask_cuda_config() -> None:
-    command: Any = devctx.commands["config"]
-    assert {text for param in command.params for text in param.opts} >= {"scheduler", *THEIRS}
-
-
-def show(*arguments: str) -> Result:
-    return CliRunner().invoke(devctx, ["config", *arguments], catch_exceptions=False)
+# -- the workers of a cluster
 
 
 def test_options_devices_and_limits_are_shown() -> None:
@@ -171,47 +158,38 @@ def test_options_devices_and_limits_are_shown() -> None:
         policy=start_soonest,
         **arguments,
     ) as cluster:
-        text = show(cluster.scheduler_address)
-        found = json.loads(show(cluster.scheduler_address, "--json").stdout)
+        text = info(cluster.scheduler_address)
+        found = json.loads(info(cluster.scheduler_address, "--json").stdout)
         limits = [worker.memory_manager.memory_limit for worker in cluster.workers.values()]
     assert text.exit_code == 0
-    head, workers, devices, title, options = text.stdout.split("\n\n")
-    assert head.startswith(f"scheduler {cluster.scheduler_address}, worker_ttl 300 s, 2 workers")
-    assert [line.split()[-1] for line in workers.splitlines()] == ["devices", "1", "1"]
-    assert devices.count("4.0 GiB") == 2
-    assert title == "Options of all workers:"
-    assert ["tasks_per_device", "3"] in [line.split() for line in options.splitlines()]
-    assert found["scheduler"]["protocol"] == "tcp"
-    seen = [*found["workers"].values()]
+    first, second = [line for line in text.stdout.splitlines() if line.startswith("worker")]
+    assert "uses cuda:1; 24 threads, " in first
+    assert "tasks_per_device=3" in second
+    seen = [*found.values()]
     assert [(one["name"], one["nthreads"], one["memory_limit"]) for one in seen] == [
-        (n, 24, limit) for n, limit in enumerate(limits)
+        (str(n), 24, limit) for n, limit in enumerate(limits)
     ]
     for one, device in zip(seen, (Device(1), Device(3)), strict=True):
-        options = one["devctx"]["options"]
+        options = one["options"]
         assert (options["tasks_per_device"], options["policy"]) == (3, "start_soonest")
-        assert one["devctx"]["devices"] == {
-            device.uuid: {
-                "device": str(device.info),
-                "device_memory_limit": 4 * 2**30,
-                "rmm_pool_size": None,
-                "rmm_maximum_pool_size": None,
-                "rmm_release_threshold": None,
-            }
-        }
+        assert options["bytes"][device.uuid]["device_memory_limit"] == 4 * 2**30
 
 
 def test_a_worker_without_the_plugin_is_shown() -> None:
     with LocalCluster(1, processes=False, protocol="tcp", dashboard_address=":0") as cluster:
-        (one,) = json.loads(show(cluster.scheduler_address, "--json").stdout)["workers"].values()
-        assert "no plugin" in show(cluster.scheduler_address).stdout
-    assert one["devctx"] is None
+        (one,) = json.loads(info(cluster.scheduler_address, "--json").stdout).values()
+    assert one["uses"] is one["options"] is None
 
 
-@pytest.mark.parametrize("command", ["config", "top"])
+def test_a_scheduler_is_needed() -> None:
+    result = CliRunner().invoke(devctx, ["top"], catch_exceptions=False)
+    assert (result.exit_code, "no scheduler: give its address" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("command", ["info", "top"])
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        ("", 2, "no scheduler: give its address"),
         ("tcp://127.0.0.1:1 --timeout 500ms", 1, "Error: no scheduler at tcp://127.0.0.1:1"),
         ("tcp://127.0.0.1:1 --jso", 2, "--json"),
         ("tcp://127.0.0.1:1 --timeout bogus", 2, "such as 10s or 500ms, got 'bogus'"),
