@@ -77,8 +77,7 @@ _BY_OWNER: Final = {
         "_handle_event _transition_generic_error _TRANSITIONS_TABLE"
     ),
     "distributed.scheduler:Scheduler.": (
-        "check_idle_saturated coerce_address coerce_hostname is_rootish "
-        "register_scheduler_plugin register_worker_plugin stimulus_queue_slots_maybe_opened "
+        "coerce_address coerce_hostname register_scheduler_plugin register_worker_plugin "
         "transitions valid_workers"
     ),
     "distributed.scheduler:TaskState.": (
@@ -111,8 +110,8 @@ ON_A_WORKER, ON_A_SCHEDULER, ON_SPILLING_DATA = (
         "periodic_callbacks[heartbeat] state.actors state.data state.transfer_message_bytes_limit "
         "stream_handlers[close] stream_handlers[compute-task] stream_handlers[free-keys] "
         "stream_handlers[remove-worker]",
-        "WORKER_SATURATION handlers handlers[processing] handlers[unregister] host_info "
-        "idle_task_count rpc running stream_handlers[task-erred] total_memory",
+        "handlers handlers[processing] handlers[unregister] host_info rpc running "
+        "stream_handlers[task-erred] total_memory",
         "fast.n slow",  # of a worker with a memory limit: its data is a zict.Buffer
     )
 )

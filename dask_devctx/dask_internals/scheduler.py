@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
 from distributed import Scheduler, SchedulerPlugin, WorkerPlugin
 from distributed.metrics import time
 from distributed.protocol.pickle import dumps
-
-from dask_devctx.dask_internals.replacing import in_place
 
 
 async def add_plugin(scheduler: Scheduler, plugin: SchedulerPlugin) -> None:
@@ -130,74 +127,13 @@ def schedule_again(scheduler: Scheduler, tasks: Iterable[Any]) -> None:
         scheduler.transitions(moves, stimulus_id=f"devctx-{time()}")
 
 
-# -- the choice of a worker
-
-
-@contextmanager
-def avoiding(
-    scheduler: Scheduler,
-    avoided: Callable[[Any], Set[str]],
-    can_queue: Callable[[Any], bool],
-    full: Set[str],
-) -> Iterator[None]:
-    """While it is open, tasks go to other workers than those that they avoid, if there are any.
-
-    ``can_queue`` tells whether a task that avoids workers may wait in the scheduler's queue: it
-    avoids only workers in ``full``, which get no tasks of the queue. After a change of these, call
-    :func:`look_at_queue`.
-
-    The restrictions of a task are met first. dask asks ``valid_workers`` when it chooses a worker
-    for a task that it does not queue, and when it moves a task to an idle worker.
-    """
-    valid, rootish = scheduler.valid_workers, scheduler.is_rootish
-    check = scheduler.check_idle_saturated
-
-    def valid_workers(ts: Any) -> Any:
-        found, avoid = valid(ts), avoided(ts)
-        if not avoid:
-            return found
-        running = scheduler.running if found is None else found
-        return {ws for ws in running if ws.address not in avoid} or found
-
-    def is_rootish(ts: Any) -> bool:
-        return bool(rootish(ts)) and (not avoided(ts) or can_queue(ts))
-
-    def check_idle_saturated(ws: Any, occ: float = -1.0) -> None:
-        check(ws, occ)
-        if ws.address in full:
-            scheduler.idle_task_count.discard(ws)
-
-    with ExitStack() as steps:
-        for method in (valid_workers, is_rootish, check_idle_saturated):
-            steps.enter_context(in_place(scheduler, method.__name__, _instead(method)))
-        yield
-
-
-def _instead(method: Callable[..., Any]) -> Callable[[object], Callable[..., Any]]:
-    return lambda before: method
-
-
-def look_at_queue(scheduler: Scheduler, addresses: Iterable[str]) -> None:
-    """Let a scheduler look again which of these workers have room for tasks of its queue."""
-    for address in addresses:
-        worker = scheduler.workers.get(address)
-        if worker is not None:
-            scheduler.check_idle_saturated(worker)
-    scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=f"devctx-{time()}")
-
-
-def queues_tasks(scheduler: Scheduler) -> bool:
-    """Return whether a scheduler holds tasks back in a queue."""
-    return not math.isinf(scheduler.WORKER_SATURATION)
-
-
-def may_leave(scheduler: Scheduler, key: Hashable, address: str) -> bool:
-    """Return whether a task is at a worker and would go to another one now."""
+def other_workers(scheduler: Scheduler, key: Hashable, address: str) -> set[str]:
+    """Return the workers to which a task of a worker may go; none if it is not there any more."""
     ts = scheduler.tasks.get(key)
     if ts is None or ts.actor or ts.state != "processing" or ts.processing_on.address != address:
-        return False
-    valid = scheduler.valid_workers(ts)
-    return valid is not None and all(ws.address != address for ws in valid)
+        return set()
+    valid = None if ts.loose_restrictions else scheduler.valid_workers(ts)
+    return {ws.address for ws in (scheduler.running if valid is None else valid)} - {address}
 
 
 def has_dashboard(scheduler: Scheduler) -> bool:

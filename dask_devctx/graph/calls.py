@@ -8,12 +8,12 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable
 from typing import Any, Final
-from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+from weakref import WeakSet
 
 import dask
-from distributed import Client, Future, get_worker
+from distributed import Client, get_worker
 
 from dask_devctx.annotations import NAMES
 from dask_devctx.annotations.warnings import about_no_plugin
@@ -25,9 +25,6 @@ from dask_devctx.errors import DeviceMemoryError
 _NOT_THE_USERS: Final = frozenset({"contextlib", "dask", "dask_devctx", "distributed", "functools"})
 
 _asked: WeakSet[Client] = WeakSet()
-# The first future of each client and key that was submitted with annotations of ours, and these.
-_first: WeakValueDictionary[tuple[str, Hashable], Future] = WeakValueDictionary()
-_given: WeakKeyDictionary[Future, dict[str, Any]] = WeakKeyDictionary()
 
 
 def users_level() -> int:
@@ -43,7 +40,7 @@ def _watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Client, *args: Any, **kwargs: Any) -> Any:
         _before(self, name, args)
         found = original(self, *args, **kwargs)
-        _after(self, found)
+        _after(self)
         return found
 
     return call
@@ -74,35 +71,11 @@ def _before(client: Client, name: str, args: tuple[Any, ...]) -> None:
     )
 
 
-def _after(client: Client, found: object) -> None:
-    annotations = dask.get_annotations()
-    if NAMES.isdisjoint(annotations):
-        return
-    given = {name: annotations[name] for name in sorted(NAMES & annotations.keys())}
-    if isinstance(found, Future):
-        _warn_of_earlier(client, found, given)
-    if client not in _asked and not _in_a_task():
+def _after(client: Client) -> None:
+    given = NAMES & dask.get_annotations().keys()
+    if given and client not in _asked and not _in_a_task():
         _asked.add(client)
         client.loop.add_callback(_ask, client, min(given))
-
-
-def _warn_of_earlier(client: Client, future: Future, given: dict[str, Any]) -> None:
-    """Warn if a task of this key was asked for on another device, and is there still."""
-    key = client.id, future.key
-    if client.refcount[future.key] == 1:  # no other future has it
-        _first.pop(key, None)
-    first = _given.setdefault(_first.setdefault(key, future), given)
-    if repr(first) != repr(given):
-        warnings.warn(
-            f"{future.key!r} was submitted with {_shown(first)} and is there still, so dask "
-            f"ignores {_shown(given)}: it runs the same pure function with the same arguments "
-            "once. To run it again, submit it with pure=False, or as on_device(...)(function)",
-            stacklevel=users_level(),
-        )
-
-
-def _shown(annotations: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in annotations.items())
 
 
 async def _ask(client: Client, name: str) -> None:

@@ -6,15 +6,15 @@ it refuses another number.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Final, Literal, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Final, NamedTuple
 
 # Raise it whenever the content of a message or of a row of the history changes.
-PROTOCOL: Final = 3
+PROTOCOL: Final = 4
 # The handlers that workers call on the scheduler.
 ANNOUNCE: Final = "devctx_announce"
 REFUSE: Final = "devctx_refuse"
-# A worker says which parts of its devices actors keep, and asks which of its tasks others may run.
+# A worker says whether actors keep its devices, and asks which of its tasks others may run.
 KEEP: Final = "devctx_keep"
 # A worker asks for the devices that are its own.
 CLAIM: Final = "devctx_claim"
@@ -29,19 +29,6 @@ SHARE: Final = "devctx_share"
 HISTORY: Final = "devctx_history"
 # The most rows of one kind in one answer, so that neither event loop is held for long.
 ANSWER_LIMIT: Final = 5_000
-
-
-class KeptByActors(NamedTuple):
-    """The parts of a worker's devices that actors leave, and the tasks that wait for their end.
-
-    ``place`` is the share of a task that says nothing; ``left`` has the share and the bytes, None
-    for unlimited, by UUID of the devices with an actor.
-    """
-
-    unannotated: Literal["assign", "leave"]
-    place: float
-    left: Mapping[str, tuple[float, int | None]]
-    keys: Sequence[Hashable]
 
 
 class Failure(NamedTuple):

@@ -27,7 +27,6 @@ from dask_devctx.cuda.naming import DeviceInfo, Inventory
 from dask_devctx.dask_internals import check_scheduler
 from dask_devctx.dask_internals import scheduler as internals
 from dask_devctx.errors import DevicesInUseError, LockDirectoryError, WorkerSetupError
-from dask_devctx.scheduler.actors import ActorDevices
 from dask_devctx.scheduler.cluster import Cluster, WorkerDevices
 from dask_devctx.scheduler.counts import Counts
 from dask_devctx.scheduler.dashboard import device_pages
@@ -43,7 +42,6 @@ from dask_devctx.scheduler.messages import (
     SHARE,
     TOPIC,
     Failure,
-    KeptByActors,
 )
 from dask_devctx.scheduler.restrictions import Restrictions
 from dask_devctx.scheduler.sharing import Sharing
@@ -113,13 +111,12 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self._restricted = Restrictions(
             self._cluster, lambda host: internals.addresses_at(scheduler, host)
         )
-        self._actors = ActorDevices(scheduler, self._cluster)
+        self._with_actors: set[str] = set()  # the workers whose devices actors keep
         self._steps = ExitStack()
         self._pages: ExitStack | None = None  # while any worker uses devices
         self.history = DeviceHistory(scheduler, lambda: self._cluster.using)
         self.counts = Counts(scheduler)
         self._steps.callback(self.history.close)
-        self._steps.callback(self._actors.close)
         for address in scheduler.workers:
             self._cluster.join(address, time())
         self._suspects = SuspectTasks(scheduler)
@@ -191,6 +188,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         self._suspects.worker_left(worker)
+        self._with_actors.discard(worker)
         for_good = worker in self._cluster.leaving
         # The others get the devices that it shared with them; tasks wait for that.
         shares = self._sharing.left(worker, may_return=not for_good)
@@ -202,7 +200,6 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self.counts.left(worker)
         self.history.left(worker)
         internals.schedule_again(scheduler, self._restricted.review())
-        self._actors.forget(worker)
 
     def log_event(self, topic: str, msg: Any) -> None:
         leaving = internals.leaves_for_good(topic, msg)
@@ -258,13 +255,13 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     def _withdrawn(self, address: str) -> None:
         self._sharing.left(address, may_return=False)
+        self._with_actors.discard(address)
         self.counts.forget(address)
         self._cluster.withdraw(address)
         if not self._cluster.using:
             self.counts.forget_all()
             self._close_pages()
         self._review()
-        self._actors.forget(address)
 
     def _refused(self, address: str, kind: str, arguments: Sequence[Any]) -> None:
         """Note why a worker leaves; the error is made here, and nothing is unpickled."""
@@ -276,9 +273,21 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     def _device_failed(self, address: str, **failure: Any) -> None:
         self._suspects.failed(address, Failure(**failure))
 
-    def _keeps(self, address: str, kept: Sequence[Any]) -> dict[str, Any]:
-        """Note the devices that actors keep on a worker; answer which of its tasks others run."""
-        return {"elsewhere": self._actors.told(address, KeptByActors(*kept))}
+    def _keeps(self, address: str, kept: bool, keys: Sequence[Hashable]) -> dict[str, Any]:
+        """Send tasks that wait for an actor's end to workers without actors; answer which ones."""
+        (self._with_actors.add if kept else self._with_actors.discard)(address)
+        moved = []
+        for key in keys:
+            others = internals.other_workers(self.scheduler, key, address) - self._with_actors
+            if others:
+                ts = self.scheduler.tasks[key]
+                *given, loose = internals.restrictions(ts)
+                if key in self._restricted.groups:
+                    self._restricted.forget(key)
+                internals.restrict(ts, others, None, loose=loose or not any(given))
+                self._restrict([ts])
+                moved.append(key)
+        return {"elsewhere": moved}
 
     async def _share(self, address: str, uuids: Sequence[str], version: int) -> None:
         told: Awaitable[object] = internals.ask(
@@ -313,7 +322,6 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     def _review(self) -> None:
         """Bring all restrictions up to date, and let dask look again for workers."""
         internals.schedule_again(self.scheduler, self._restricted.review())
-        self._actors.review()
         if self._pages is None and self._cluster.using:
             self._pages = ExitStack()
             self._pages.enter_context(device_pages(self.scheduler))

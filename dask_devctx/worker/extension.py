@@ -180,7 +180,7 @@ class DeviceExtension:
                     move_inputs=options.move_inputs,
                 )
             )
-            steps.enter_context(handing_back(worker, self._actors, self.admission, unannotated))
+            steps.enter_context(handing_back(worker, self._actors, self.admission))
             if used:
                 threads = options.cpu_threads
                 steps.enter_context(threads_without_a_device(worker, threads, share.part))

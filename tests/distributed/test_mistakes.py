@@ -26,7 +26,6 @@ from dask_devctx import (
     report,
     timeline,
 )
-from dask_devctx.annotations.warnings import mistaken
 from dask_devctx.driver.simulated import SimulatedMachine
 from tests.distributed.devices import here, started
 
@@ -174,12 +173,6 @@ def test_a_variable_that_hides_all_devices(value: str, monkeypatch: pytest.Monke
         pytest.raises(VisibleDevicesError, match=f"^CUDA_VISIBLE_DEVICES is '{value}': "),
     ):
         LocalDeviceCluster(processes=False, dashboard_address=":0")
-
-
-@pytest.mark.parametrize("value", [4, 1000.0, "4", "4 kB"])
-def test_a_reservation_of_a_few_bytes(value: object) -> None:
-    (text,) = mistaken({"device_memory": value})
-    assert re.search(r'reserves .* bytes.*device_memory="4 GiB"', text)
 
 
 _NO_PLUGIN = """

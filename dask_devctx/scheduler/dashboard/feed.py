@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import localtime
@@ -13,7 +14,7 @@ from bokeh.core.properties import without_property_validation
 from distributed import Scheduler
 from distributed.metrics import time
 
-from dask_devctx.scheduler.dashboard.lanes import Lanes, Member
+from dask_devctx.scheduler.cluster import device_names
 from dask_devctx.scheduler.history import DeviceHistory
 from dask_devctx.scheduler.rows import Copy, Incident, Sample, TaskRun, merged
 
@@ -26,8 +27,81 @@ _MOST_AT_FIRST: Final = 10_000
 # Two samples of a device further apart than this show nothing of the time between them.
 _APART_S: Final = 5.0
 
+# The space between two hosts, as a part of a lane's height.
+HOST_PADDING: Final = 0.6
+# The label of the lane for tasks without a device.
+NO_DEVICE: Final = "no device"
+
 _Row = TaskRun | Copy | Incident
 Place = tuple[str, str | None]  # a host, and the UUID of a device there
+
+
+class Member(NamedTuple):
+    """A device of a host: its ordinal there, or None twice for the tasks without a device."""
+
+    host: str
+    uuid: str | None
+    device_id: int | None
+
+
+class Lanes:
+    """The positions of lanes on an axis with the labels ``factors``, from the bottom to the top.
+
+    A device that several workers use has one lane, and so do the tasks without a device of one
+    host. With several hosts, a factor is the pair of the host and the device.
+
+    Examples
+    --------
+    >>> lanes = Lanes(Member("node-1", f"GPU-{n}", n) for n in range(2))
+    >>> lanes.factors
+    ['cuda:1', 'cuda:0']
+    >>> lanes.position("node-1", "GPU-0"), lanes.label("node-1", "GPU-0")
+    (1.5, 'cuda:0')
+    """
+
+    def __init__(self, members: Iterable[Member] = ()) -> None:
+        labels = _labels(set(members))
+        several = len({host for host, _ in labels}) > 1
+        self.factors: list[str | tuple[str, str]] = []
+        self.positions: dict[tuple[str, str | None], float] = {}
+        self.labels: dict[tuple[str, str | None], str] = {}
+        position, last = 0.5, None
+        for place, label in reversed(labels.items()):
+            host = place[0]
+            if last not in (None, host):
+                position += HOST_PADDING
+            last = host
+            self.positions[place] = position
+            self.labels[place] = f"{host} {label}" if several else label
+            self.factors.append((host, label) if several else label)
+            position += 1
+
+    def position(self, host: str, uuid: str | None) -> float | None:
+        """Return the middle of a device's lane, or None if it has no lane."""
+        return self.positions.get((host, uuid))
+
+    def label(self, host: str, uuid: str | None) -> str:
+        """Return the name of a device's lane, with its host if there are several."""
+        return self.labels.get((host, uuid), NO_DEVICE if uuid is None else uuid)
+
+
+def _labels(members: set[Member]) -> dict[tuple[str, str | None], str]:
+    """Return the label of each lane, from the top to the bottom."""
+    ordered = sorted(members, key=_order)
+    names = device_names((m.host, m.device_id or 0, m.uuid) for m in ordered if m.uuid is not None)
+    return {(m.host, m.uuid): NO_DEVICE if m.uuid is None else names[m.uuid] for m in ordered}
+
+
+def _order(member: Member) -> tuple[object, ...]:
+    last = member.device_id is None
+    return _natural(member.host), last, member.device_id or 0, member.uuid
+
+
+def _natural(text: str) -> list[tuple[int, str]]:
+    """Return a key that sorts numbers in a text by their value: node-2 comes before node-10."""
+    return [
+        (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", text)
+    ]
 
 
 class Interval(NamedTuple):

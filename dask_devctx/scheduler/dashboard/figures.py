@@ -7,19 +7,13 @@ from html import escape
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from bokeh.models import (
-    ColumnDataSource,
-    DataRange1d,
-    Div,
-    FactorRange,
-    HoverTool,
-    InlineStyleSheet,
-)
+from bokeh.models import ColumnDataSource, DataRange1d, FactorRange, HoverTool
 from bokeh.plotting import figure
 
-from dask_devctx.scheduler.dashboard.feed import Batch
-from dask_devctx.scheduler.dashboard.lanes import HOST_PADDING
+from dask_devctx.scheduler.dashboard.feed import HOST_PADDING, Batch
 
+# Without a sample for this long, a device's worker is gone or very busy.
+STALE_S: Final = 3.0
 # How much of the past the plots show at first.
 WINDOW_S: Final = 30.0
 # The most rows of one kind that a browser is given: 1,000 a second for longer than the plots show.
@@ -173,41 +167,3 @@ def legend_below(plot: figure, *, hides: bool = False) -> None:
         glyph_height=12, glyph_width=14, click_policy="hide" if hides else "none",
         border_line_color=None, background_fill_alpha=0,
     )  # fmt: skip
-
-
-def percent(share: float | None, unknown: str = "-") -> str:
-    """Return a share as text."""
-    return unknown if share is None else f"{share:.0%}"
-
-
-_TABLE: Final = """
-:host {{ overflow: auto; color: {text}; font: 13px Helvetica, Arial, sans-serif; }}
-h3 {{ font-size: 13px; margin: 4px 10px; }}
-.bk-clearfix {{ display: block; }}
-table {{ border-collapse: collapse; width: 100%; }}
-th {{ color: {faint}; font-weight: normal; text-align: left; position: sticky; top: 0;
-      background: {page}; }}
-th, td {{ padding: 3px 10px; border-bottom: 1px solid {grid}; vertical-align: top;
-          overflow-wrap: anywhere; }}
-th {{ white-space: nowrap; }}
-"""
-
-
-class Table:
-    """A table of texts below a title; ``style`` adds to its CSS."""
-
-    def __init__(self, name: str, colours: Colours, style: str = "") -> None:
-        css = _TABLE.format(**colours._asdict()) + style
-        self.root = Div(
-            name=name, sizing_mode="stretch_both", stylesheets=[InlineStyleSheet(css=css)]
-        )
-
-    def write(self, title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """Replace the content; without rows, there is the title alone."""
-        cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
-        text = f"<h3>{escape(title)}</h3>"
-        if cells:
-            names = "".join(f"<th>{escape(name)}</th>" for name in head)
-            text += f"<table><tr>{names}</tr><tr>{'</tr><tr>'.join(cells)}</tr></table>"
-        if text != self.root.text:
-            self.root.text = text

@@ -21,7 +21,6 @@ from dask_devctx.scheduler.dashboard.figures import (
     hover,
     legend_below,
     over_time,
-    percent,
 )
 
 # The part of a lane that is filled, measured from its middle.
@@ -200,7 +199,10 @@ def utilization_plot(times: TimeAxis, devices: LaneAxis, colours: Colours) -> Le
 def _load(one: Interval) -> Reading:
     parts = [one.occupied, one.after.utilization, one.after.bandwidth]
     names = ("has a task", "computes, by NVML", "reads or writes memory, by NVML")
-    lines = {name: percent(part, "unknown") for name, part in zip(names, parts, strict=True)}
+    lines = {
+        name: "unknown" if part is None else f"{part:.0%}"
+        for name, part in zip(names, parts, strict=True)
+    }
     return [math.nan if part is None else part for part in parts], lines
 
 

@@ -12,13 +12,11 @@ from bokeh.document import Document
 from distributed import Scheduler
 
 from dask_devctx.dask_internals.dashboard import added_pages, template, update_regularly
-from dask_devctx.scheduler.dashboard.failures import FailuresTable
 from dask_devctx.scheduler.dashboard.feed import Feed
 from dask_devctx.scheduler.dashboard.figures import DARK, LIGHT, LaneAxis, TimeAxis
-from dask_devctx.scheduler.dashboard.glance import Glance
 from dask_devctx.scheduler.dashboard.levels import memory_plot, utilization_plot
+from dask_devctx.scheduler.dashboard.tables import FailuresTable, Glance, TransferMatrix
 from dask_devctx.scheduler.dashboard.timeline import Timeline
-from dask_devctx.scheduler.dashboard.transfers import TransferMatrix
 
 _INTERVAL_MS: Final = 1000
 _TEMPLATES: Final = str(Path(__file__).parent / "templates")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any, Final
 
-from bokeh.palettes import Category20
 from dask.utils import format_bytes, format_time
 
 from dask_devctx.dask_internals.dashboard import color_of
@@ -18,6 +17,7 @@ from dask_devctx.scheduler.dashboard.figures import (
     FAILED,
     MOST_ROWS,
     OTHER,
+    STALE_S,
     TRANSPORTS,
     WINDOW_S,
     Colours,
@@ -29,18 +29,57 @@ from dask_devctx.scheduler.dashboard.figures import (
     legend_below,
     over_time,
 )
-from dask_devctx.scheduler.dashboard.glance import STALE_S
-from dask_devctx.scheduler.dashboard.lanes import Slots
 from dask_devctx.scheduler.rows import Copy, TaskRun
 
 # The parts of a lane, measured from its middle.
 _TASKS: Final = (-0.26, 0.44)
 _COPIES: Final = (-0.44, -0.32)
+# The most rows of a lane: more tasks at a time share one.
+_MOST_SLOTS: Final = 8
 # The kinds of tasks that the legend names, and the most characters of a name.
 _NAMED: Final = 6
 _NAME_LENGTH: Final = 18
-_ALIKE: Final = 90  # the sum of the differences of two colours that look alike
 _TITLE: Final = "Tasks and copies on each device"
+
+
+class Slots:
+    """The rows of all lanes, so that tasks that ran at the same time do not hide each other.
+
+    A lane has as many as it had tasks at a time, eight at most. The tasks of one thread ran one
+    after the other, even if their times overlap.
+
+    Examples
+    --------
+    >>> slots = Slots()
+    >>> [slots.place("cuda:0", *task) for task in ((0, 2, 7), (1, 3, 8), (2, 4, 9))]
+    [0, 1, 0]
+    >>> slots.count("cuda:0"), slots.count("cuda:1")
+    (2, 1)
+    """
+
+    def __init__(self) -> None:
+        # The thread of the last task of each row, and when that task ended.
+        self._lanes: dict[Hashable, list[tuple[Hashable, float]]] = {}
+
+    def place(self, lane: Hashable, start: float, stop: float, thread: Hashable) -> int:
+        """Return the row of a task; the tasks of a lane come in about the order of their starts."""
+        rows = self._lanes.setdefault(lane, [])
+        same = [n for n, (last, _) in enumerate(rows) if last == thread is not None]
+        free = [n for n, (_, until) in enumerate(rows) if until <= start]
+        if not (same or free) and len(rows) < _MOST_SLOTS:
+            rows.append((thread, stop))
+            return len(rows) - 1
+        number = [*same, *free, min(range(len(rows)), key=lambda n: rows[n][1])][0]
+        rows[number] = thread, stop
+        return number
+
+    def count(self, lane: Hashable) -> int:
+        """Return how many rows a lane has."""
+        return len(self._lanes.get(lane, ())) or 1
+
+    def counts(self) -> dict[Hashable, int]:
+        """Return how many rows each lane has that has more than one."""
+        return {lane: len(rows) for lane, rows in self._lanes.items() if len(rows) > 1}
 
 
 class Timeline:
@@ -83,7 +122,6 @@ class Timeline:
         self._ended: dict[tuple[str, str | None], float] = {}
         self._running_since: dict[tuple[str, str | None], float] = {}
         self._seconds: defaultdict[str, float] = defaultdict(float)  # by kind of task
-        self._colours: dict[str, str] = {}
 
     def show(self, batch: Batch) -> None:
         """Show the tasks, copies and failures of a batch."""
@@ -151,20 +189,11 @@ class Timeline:
             "right": batch.ms(stop),
             "bottom": top - 0.92 * height,
             "top": top,
-            "color": FAILED if wrong else self._colour(row.prefix),
+            "color": FAILED if wrong else color_of(row.prefix),
             "kind": "failed" if wrong else short if row.prefix in named else "other kinds",
             "key": str(row.key),
             "about": about(f"{row.prefix}{' failed' if wrong else ''}", lines),
         }
-
-    def _colour(self, kind: str) -> str:
-        """Return dask's colour of a kind of tasks, or another one if it is another kind's here."""
-        if kind not in self._colours:
-            taken = {*self._colours.values(), *COPIES.values(), FAILED}
-            several = (color_of(kind), *Category20[20])
-            free = (one for one in several if all(_differ(one, other) for other in taken))
-            self._colours[kind] = next(free, OTHER)
-        return self._colours[kind]
 
     def _copy_rows(self, batch: Batch) -> Iterator[dict[str, Any]]:
         low, high = _COPIES
@@ -211,12 +240,6 @@ class Timeline:
                     "state": "running",
                     "about": about("running", lines),
                 }
-
-
-def _differ(one: str, other: str) -> bool:
-    """Return whether two colours, such as #ff8000, are easily told apart."""
-    places = (slice(n, n + 2) for n in (1, 3, 5))
-    return sum(abs(int(one[at], 16) - int(other[at], 16)) for at in places) > _ALIKE
 
 
 def _about_copy(host: str, row: Copy, batch: Batch) -> str:

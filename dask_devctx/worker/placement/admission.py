@@ -236,11 +236,6 @@ class Admission:
         """Whether actors keep parts of devices."""
         return bool(self._actors)
 
-    def kept_devices(self) -> set[Device]:
-        """Return the devices of which actors keep a part."""
-        with self.lock:
-            return {device for claim in self._actors for device in claim.devices}
-
     def blocked(self) -> list[Claim]:
         """Return the claims that can never start while the actors of today live."""
         with self.lock:

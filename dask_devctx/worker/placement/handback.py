@@ -1,14 +1,12 @@
 """Tasks that wait for the end of an actor go to other workers, if any other may run them.
 
-dask counts a worker as idle although an actor keeps its device, and sends tasks there. The worker
-tells the scheduler which parts of its devices actors keep. The scheduler then keeps such tasks away
-(:mod:`dask_devctx.scheduler.actors`) and answers which of the worker's tasks others may run.
+dask counts a worker as idle although an actor keeps its device, and sends tasks there. Once a
+second, the worker asks the scheduler which of them workers without actors may run.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
@@ -16,10 +14,9 @@ from typing import TYPE_CHECKING, Final
 from distributed import Status, Worker
 from tornado.ioloop import PeriodicCallback
 
-from dask_devctx.annotations import Unannotated
-from dask_devctx.scheduler.messages import KEEP, KeptByActors
+from dask_devctx.scheduler.messages import KEEP
 from dask_devctx.worker.leases.registration import ask, has_routing
-from dask_devctx.worker.placement.admission import WHOLE, Admission
+from dask_devctx.worker.placement.admission import Admission
 
 if TYPE_CHECKING:
     from dask_devctx.worker.actors import DeviceActors
@@ -29,51 +26,34 @@ logger = logging.getLogger(__name__)
 _LOOK_INTERVAL_S: Final = 1.0
 _MOST: Final = 1_000  # the tasks that one message names
 
-_Left = dict[str, tuple[float, int | None]]
-
 
 class Handback:
     """Hands tasks that can never start while an actor lives back to the scheduler."""
 
-    def __init__(self, worker: Worker, admission: Admission, unannotated: Unannotated) -> None:
+    def __init__(self, worker: Worker, admission: Admission) -> None:
         self._worker = worker
         self._admission = admission
-        self._unannotated = unannotated
-        self._told: _Left = {}  # what the scheduler knows
+        self._told = False  # what the scheduler knows
         self._asks = False
 
     def look(self) -> None:
-        """Tell the scheduler what actors keep, if it does not know, or if tasks wait for them."""
+        """Tell the scheduler whether actors keep devices, and which tasks wait for them."""
         if not (self._admission.has_actors or self._told) or self._asks:
             return
         for claim in self._admission.blocked():
             if self._admission.may_move(claim):
                 self._admission.withdraw(claim)
         if self._worker.status in (Status.running, Status.paused) and has_routing(self._worker):
-            left, blocked = self._left(), self._admission.blocked()
-            if left != self._told or blocked:
+            kept, blocked = self._admission.has_actors, self._admission.blocked()
+            if kept is not self._told or blocked:
                 self._asks = True
-                self._worker.loop.add_callback(self._ask, left, [one.key for one in blocked])
+                self._worker.loop.add_callback(self._ask, kept, [one.key for one in blocked])
 
-    def _left(self) -> _Left:
-        """Return the share and the bytes that actors leave of each device where one lives."""
-        found: _Left = {}
-        for device in self._admission.kept_devices():
-            share, nbytes = self._admission.free_of_actors(device)
-            found[device.uuid] = share / WHOLE, None if nbytes == math.inf else int(nbytes)
-        return found
-
-    async def _ask(self, left: _Left, keys: list[Hashable]) -> None:
+    async def _ask(self, kept: bool, keys: list[Hashable]) -> None:
         try:
-            answer = await ask(
-                self._worker,
-                KEEP,
-                kept=KeptByActors(
-                    self._unannotated, self._admission.slot / WHOLE, left, keys[:_MOST]
-                ),
-            )
+            answer = await ask(self._worker, KEEP, kept=kept, keys=keys[:_MOST])
             if isinstance(answer, Mapping):
-                self._told = left
+                self._told = kept
                 elsewhere = set(answer.get("elsewhere", ()))
                 for claim in self._admission.blocked():
                     if claim.key in elsewhere:
@@ -85,11 +65,9 @@ class Handback:
 
 
 @contextmanager
-def handing_back(
-    worker: Worker, actors: DeviceActors, admission: Admission, unannotated: Unannotated
-) -> Iterator[None]:
+def handing_back(worker: Worker, actors: DeviceActors, admission: Admission) -> Iterator[None]:
     """While it is open, tasks that would wait for the end of an actor go to other workers."""
-    handback = Handback(worker, admission, unannotated)
+    handback = Handback(worker, admission)
     looking = PeriodicCallback(handback.look, _LOOK_INTERVAL_S * 1000)
     looking.start()
     actors.on_change = handback.look

@@ -10,14 +10,12 @@ from typing import Any
 
 import dask
 import pytest
-from distributed import Client, Event, Scheduler, Worker, get_worker
-from distributed.utils_test import async_poll_for, poll_for
+from distributed import Client, Event, Worker, get_worker
+from distributed.utils_test import poll_for
 
 from dask_devctx import DevicePlugin, LocalDeviceCluster, report
 from dask_devctx.worker.placement import handback
 from tests.distributed.devices import here, with_plugin, worker_with
-
-CHANGED = {"valid_workers", "is_rootish", "check_idle_saturated"}
 
 
 class Server:
@@ -70,10 +68,6 @@ def serve(client: Client, **asked: Any) -> Any:
         return client.submit(Server, actor=True, pure=False).result(timeout=15)
 
 
-def changed(scheduler: Scheduler) -> set[str]:
-    return CHANGED & vars(scheduler).keys()
-
-
 def worker_of(cluster: LocalDeviceCluster, ordinal: int) -> Worker:
     return worker_with(cluster.workers.values(), ordinal)
 
@@ -95,19 +89,20 @@ def results(client: Client, futures: list[Any]) -> Counter[Any]:
 def test_tasks_go_to_other_devices_until_the_actor_ends(
     client: Client, cluster: LocalDeviceCluster, asked: Any
 ) -> None:
-    assert not changed(cluster.scheduler)
     server = serve(client, **asked)
     assert set(results(client, client.map(nap, range(30), pure=False))) == {0, 2}
-    assert changed(cluster.scheduler) == CHANGED
     assert server.where().result() == 1
     del server
     gc.collect()
-    poll_for(lambda: not changed(cluster.scheduler), timeout=15)
-    assert set(results(client, client.map(nap, range(60), pure=False))) == {0, 1, 2}
+
+    def all_used() -> bool:
+        return set(results(client, client.map(nap, range(60), pure=False))) == {0, 1, 2}
+
+    poll_for(all_used, timeout=15)
 
 
 @pytest.mark.parametrize("saturation", [1.1, float("inf")])
-def test_tasks_that_were_there_before_the_actor_move_and_later_ones_queue(
+def test_tasks_that_were_there_before_the_actor_move_and_so_do_later_ones(
     saturation: float,
 ) -> None:
     with (
@@ -126,9 +121,6 @@ def test_tasks_that_were_there_before_the_actor_move_and_later_ones_queue(
         assert {scheduler.tasks[future.key].suspicious for future in futures} == {0}
         value = futures[0]
         later = client.map(wait_for_event, ["later"] * 100, pure=False)
-        if saturation < 2:
-            poll_for(lambda: len(scheduler.queued) > 50, timeout=15)
-            assert {ts.key for ts in scheduler.workers[address].processing} == set()
         Event("later").set()
         assert set(results(client, later)) == {0, 2}
         assert set(results(client, client.map(nap, [value] * 8, pure=False))) <= {0, 2}
@@ -177,17 +169,16 @@ async def test_the_plugin_is_registered_again(client: Any, scheduler: Any) -> No
         futures = client.map(address_of_worker, range(20), pure=False)
         return kept not in await client.gather(futures)
 
-    await async_poll_for(lambda: changed(scheduler), timeout=10)
     assert await avoided()
     await client.register_plugin(DevicePlugin())
     assert await avoided()
     await client.unregister_worker_plugin("devctx")
-    await async_poll_for(lambda: not changed(scheduler), timeout=10)
     assert not await avoided()
     await client.register_plugin(DevicePlugin())
-    await async_poll_for(lambda: changed(scheduler), timeout=10)
     assert await avoided()
     del server
     gc.collect()
-    await async_poll_for(lambda: not changed(scheduler), timeout=10)
-    assert not await avoided()
+    for _ in range(100):
+        if not await avoided():
+            return
+    raise AssertionError("the worker gets no tasks after its actor's end")

