@@ -12,12 +12,12 @@ from dask.utils import funcname
 from distributed import Status, Worker, WorkerPlugin
 
 from dask_devctx import config
-from dask_devctx.config.checks import key_of
 from dask_devctx.config.options import (
     OPTION_NAMES,
     RMM_NAMES,
     SETTINGS,
     Options,
+    key_of,
     refuse_unknown,
     remembered_tasks,
     takes_options,
@@ -90,7 +90,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         refuse_unknown(options, OPTION_NAMES, type(self).__name__)
         self.annotations_kept = keep_annotations()
         serialization.register()  # in this process too, for the values that it scatters
-        config.warn_of_unknown_keys()
+        for text in config.unknown_keys():
+            warnings.warn(text, stacklevel=2)
         self.options = Options(**options)
         if self.options.rmm_async and self.options.rmm_pool_size is not None:
             warnings.warn(
@@ -209,8 +210,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             self._share = None
             share.release()
             raise
-        if not self.is_required:  # else the cluster has warned its user
-            self.extension.warn_of_few_threads()
+        self.extension.warn_of_few_threads()
         if self.extension.failure is not None:
             share.release()
         else:

@@ -23,8 +23,12 @@ from dask_devctx import driver
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.relaxed import LEGACY_STREAM
-from dask_devctx.errors import DeviceMemoryError, DeviceMismatchError, DriverUnavailableError
-from dask_devctx.errors.base import DevctxError
+from dask_devctx.errors import (
+    DevctxError,
+    DeviceMemoryError,
+    DeviceMismatchError,
+    DriverUnavailableError,
+)
 from dask_devctx.transfer import device_of, nbytes_by_device, to_device
 from dask_devctx.transfer.location import Memory, memory_of
 from dask_devctx.transfer.move import to_host

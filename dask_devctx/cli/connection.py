@@ -17,8 +17,7 @@ from distributed.core import coerce_to_address
 from distributed.security import Security
 
 from dask_devctx.client.layout import used_devices
-from dask_devctx.config.options import Options
-from dask_devctx.config.packages import is_ucx, require_packages, require_ucx
+from dask_devctx.config.options import Options, is_ucx, require_packages, require_ucx
 from dask_devctx.errors import DevctxError
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -17,7 +17,7 @@ from dask_devctx.client.live import aligned
 from dask_devctx.config.options import Options
 from dask_devctx.cuda.discovery import DeviceInfo
 from dask_devctx.cuda.inspection import Machine, inspect_machine
-from dask_devctx.errors.base import counted, nbytes_text
+from dask_devctx.errors import counted, nbytes_text
 from dask_devctx.plugin import DevicePlugin
 
 # The content of the JSON: of a machine, and of a worker.

@@ -17,7 +17,7 @@ import click
 
 from dask_devctx.cli.connection import connected, finds_scheduler
 from dask_devctx.client.live import Moment, aligned, between, moment, rates, rows
-from dask_devctx.errors.base import counted, nbytes_text
+from dask_devctx.errors import counted, nbytes_text
 from dask_devctx.scheduler.rows import OF_A_DEVICE, OF_A_WORKER, memory_field
 
 _COLUMNS: Final = (

@@ -15,8 +15,7 @@ from dask_devctx import driver
 from dask_devctx.cli.connection import cluster_address, said, scheduler_address, usable_options
 from dask_devctx.client.arguments import NOT_NEEDED, UCX, set_up_ucx
 from dask_devctx.client.layout import lay_out
-from dask_devctx.config.checks import RMM, flag, key_of
-from dask_devctx.config.options import OPTION_NAMES, SETTINGS, Options, fold_rmm, text_of
+from dask_devctx.config.options import OPTION_NAMES, RMM, Options, flag, fold_rmm, key_of, text_of
 from dask_devctx.cuda import discovery
 
 _HELP = """Start workers on this machine, which use its GPUs.
@@ -39,12 +38,11 @@ Examples:
       --rmm-allocator-external-lib-list cupy,torch
 """
 
+# The first options of the help; then come those of devices, of dask-cuda and of dask worker.
 _EVERYDAY: Final = (
     *("scheduler_file", "devices", "n_workers", "tasks_per_device", "device_memory_limit"),
     *("memory_limit", "nthreads", "name", "local_directory", "help"),
 )
-_COMPATIBLE: Final = "RMM, cuDF and UCX, as with dask-cuda"
-_THEIRS: Final = "Options of dask worker"
 # dask's options that have another meaning or default here.
 _OURS_TOO: Final = {"n_workers", "nthreads"}
 # An option that is a function has no text.
@@ -80,31 +78,6 @@ def option_names() -> list[str]:
     """Return the names of the plugin's options that the command has."""
     own = [name for name in OPTION_NAMES if name not in _IN_PYTHON_ONLY]
     return [*own, *_DASK_CUDAS]
-
-
-class _Worker(click.Command):
-    """A command whose help has the everyday options first, and the others in groups."""
-
-    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        groups: dict[str, list[tuple[str, str]]] = {
-            title: [] for title in ("Everyday options", "Devices", _COMPATIBLE, _THEIRS)
-        }
-        order = {name: n for n, name in enumerate(_EVERYDAY)}
-        for param in sorted(self.get_params(context), key=lambda one: order.get(one.name, 99)):
-            if record := param.get_help_record(context):
-                groups[_group(param.name)].append(record)
-        for title, records in groups.items():
-            with formatter.section(title):
-                formatter.write_dl(records)
-
-
-def _group(name: str | None) -> str:
-    """Return the title of an option's group in the help."""
-    if name in _EVERYDAY:
-        return "Everyday options"
-    if name in _DASK_CUDAS or name in UCX or name in _ACCEPTED:
-        return _COMPATIBLE
-    return "Devices" if name in OPTION_NAMES else _THEIRS
 
 
 def _run(**given: Any) -> None:
@@ -185,11 +158,6 @@ def _parameters() -> Iterator[click.Parameter]:
         spellings = _SPELLINGS.get(name, [f"--{key}/--no-{key}" if name in flags else f"--{key}"])
         metavar = None if name in flags else "VALUE"
         yield click.Option([*spellings, name], default=None, metavar=metavar, help=_text_of(name))
-    for name in SETTINGS:
-        if name not in _DASK_CUDAS:
-            yield click.Option(
-                [f"--{key_of(name)}"], expose_value=False, hidden=True, callback=_is_configuration
-            )
     yield click.Option(
         ["--n-workers", "--nworkers", "n_workers"],
         type=click.IntRange(1),
@@ -227,16 +195,11 @@ def _text_of(name: str) -> str:
     return _RMM.get(name) or text_of(name)
 
 
-def _is_configuration(context: click.Context, option: click.Parameter, value: object) -> None:
-    if value is not None:
-        variable = f"DASK_DEVCTX__{str(option.name).upper()}"
-        raise click.UsageError(f"{option.opts[0]} is configuration: set {variable}={value}")
-
-
-worker = _Worker(
+_ORDER: Final = {name: n for n, name in enumerate(_EVERYDAY)}
+worker = click.Command(
     "worker",
     callback=_run,
-    params=list(_parameters()),
+    params=sorted(_parameters(), key=lambda one: _ORDER.get(one.name or "", len(_ORDER))),
     help=_HELP,
     epilog=_EXAMPLES,
     context_settings={"help_option_names": ["-h", "--help"]},

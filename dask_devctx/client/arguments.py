@@ -15,8 +15,14 @@ import dask
 from dask.utils import get_named_args
 from distributed import Nanny, Worker
 
-from dask_devctx.config.options import OPTION_NAMES, RMM_NAMES, fold_rmm, refuse_unknown
-from dask_devctx.config.packages import is_ucx, require_ucx
+from dask_devctx.config.options import (
+    OPTION_NAMES,
+    RMM_NAMES,
+    fold_rmm,
+    is_ucx,
+    refuse_unknown,
+    require_ucx,
+)
 from dask_devctx.cuda.device import Device
 
 logger = logging.getLogger(__name__)
@@ -43,20 +49,9 @@ UCX: Final = {
 }
 _DASK_CUDAS: Final = {*SETTINGS_OF_DASK_CUDA, *NOT_NEEDED, *UCX, *RMM_NAMES, "CUDA_VISIBLE_DEVICES"}
 
-# Names that are like none of ours, and mean something here.
-_DEVICES: Final = "devices=[0, 1] names the devices, and n_workers= is the number of workers"
-_SPILLING: Final = 'device_memory_limit="12 GiB" moves values of a full device to host memory'
-_MEANT: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("gpu", "gpus", "n_gpus", "num_gpus", "ngpus", "num_devices"), _DEVICES),
-    **dict.fromkeys(("spill", "spilling", "device_spill", "gpu_memory_limit"), _SPILLING),
-    "device": "devices=[0] names the devices of a cluster, dask.annotate(device=0) that of a task",
-}
-
 
 def without_dask_cudas(given: Mapping[str, Any], owner: type) -> dict[str, Any]:
     """Return the arguments of ``LocalCluster`` and of the plugin for those that were given."""
-    for name in _MEANT.keys() & given.keys():
-        raise TypeError(f"{owner.__name__} has no option {name!r}: {_MEANT[name]}")
     worker_class = given.get("worker_class")
     if worker_class is not None and not callable(worker_class):
         raise TypeError(

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import logging
 import math
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from multiprocessing import process
-from pathlib import Path
-from traceback import walk_stack
 from typing import Any
 
 import dask
@@ -20,9 +15,13 @@ from distributed.core import Status
 
 from dask_devctx.client.arguments import SETTINGS_OF_DASK_CUDA, has_nannies, without_dask_cudas
 from dask_devctx.client.layout import lay_out
-from dask_devctx.config.checks import key_of
-from dask_devctx.config.options import OPTION_NAMES, Options, takes_options
-from dask_devctx.config.packages import require_packages
+from dask_devctx.config.options import (
+    OPTION_NAMES,
+    Options,
+    key_of,
+    require_packages,
+    takes_options,
+)
 from dask_devctx.cuda.device import devices, html_table
 from dask_devctx.dask_internals.cluster import WatchedCluster
 from dask_devctx.dask_internals.scheduler import add_plugin, add_worker_plugin
@@ -68,7 +67,8 @@ class LocalDeviceCluster(WatchedCluster):
     ImportError
         A package that an option needs is not installed.
     RuntimeError
-        A script starts the cluster outside of ``if __name__ == "__main__":``.
+        A worker cannot start, for example because a script starts the cluster outside of ``if
+        __name__ == "__main__":``.
     TypeError
         An argument is unknown, or ``plugin`` is given together with its options.
     ValueError
@@ -133,13 +133,10 @@ class LocalDeviceCluster(WatchedCluster):
         self._routing = DeviceRouting()
         if threads_per_worker is None:
             threads_per_worker = layout.nthreads
-        else:
-            _warn_of_threads(threads_per_worker, layout.per_worker, plugin.options)
         if "memory_limit" not in kwargs:
             kwargs["memory_limit"] = layout.memory_limit
         if has_nannies(kwargs):  # a plugin that is registered later leaves the devices as they are
             kwargs["config"] = _configuration(plugin.options, kwargs.get("config") or {})
-            _refuse_unguarded_main()
         n_workers = layout.n_workers
         try:
             super().__init__(n_workers=n_workers, threads_per_worker=threads_per_worker, **kwargs)
@@ -213,58 +210,9 @@ class LocalDeviceCluster(WatchedCluster):
                 raise error
 
 
-def _warn_of_threads(given: int, n_devices: int, options: Options) -> None:
-    """Warn of a number of threads that is too small, or meant for the tasks of a device."""
-    running = n_devices * options.tasks_per_device
-    if given < 2 * running or options.tasks_per_device == 1 < given:
-        logger.warning(
-            "threads_per_worker=%s is how many tasks dask gives a worker at a time, and its "
-            "devices run %s. Leave it out; for several tasks at a time on each device: "
-            "tasks_per_device",
-            given,
-            running,
-        )
-
-
 def _configuration(options: Options, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration for the workers' processes that has their devices, too."""
     devices = {"devices": options.devices, "devices-per-worker": options.devices_per_worker}
     mine = {name: value for name, value in devices.items() if value is not None}
     section = dask.config.merge(dask.config.get("devctx", {}), given.get("devctx", {}), mine)
     return {**given, "devctx": section}
-
-
-# -- a script that starts a cluster while each of the cluster's processes imports the script
-
-
-def _refuse_unguarded_main() -> None:
-    """Refuse a start at the top level of the main script, which every worker would repeat."""
-    if dask.config.get("distributed.worker.multiprocessing-method", "spawn") == "fork":
-        return  # such a process imports nothing
-    main = sys.modules["__main__"]
-    path, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
-    if path is None or (spec is not None and spec.name.endswith("__main__")):
-        return  # a console, a notebook, or a package: not imported again
-    try:
-        # As multiprocessing looks for it.
-        text = (Path(process.ORIGINAL_DIR or "") / path).read_bytes()  # type: ignore[attr-defined]
-    except OSError:
-        raise RuntimeError(
-            f"the main program comes from {path}, which is no file. Each worker is a process that "
-            "imports the main program, and could not. Save it in a file, with the start under: if "
-            '__name__ == "__main__":, or give processes=False for workers in this process'
-        ) from None
-    here = (at for at in walk_stack(None) if at[0].f_code.co_name == "<module>")
-    of_main = (n for frame, n in here if _is_file(frame.f_code.co_filename, path))
-    line = next(of_main, 0)  # none where another program runs
-    around = [n for n in ast.parse(text).body if n.lineno <= line <= (n.end_lineno or line)]
-    if around and not isinstance(around[0], ast.If):
-        raise RuntimeError(
-            f"{path}, line {line}, starts a cluster at the top level of the script. Each worker is "
-            "a process that imports the script, and would start a cluster again. Put the start, "
-            'and all that follows, under: if __name__ == "__main__":'
-        )
-
-
-def _is_file(one: str, other: str) -> bool:
-    return Path(one).absolute() == Path(other).absolute()

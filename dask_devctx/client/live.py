@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from distributed import Client, Scheduler
 
-from dask_devctx.errors.base import nbytes_text
+from dask_devctx.errors import nbytes_text
 from dask_devctx.scheduler.cluster import device_names
 from dask_devctx.scheduler.counts import METRIC, transfers
 from dask_devctx.scheduler.rows import DeviceCounts, known, merged

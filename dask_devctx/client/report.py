@@ -23,7 +23,7 @@ from dask_devctx.client.live import (
     shortened,
     total,
 )
-from dask_devctx.errors.base import counted, listed, nbytes_text
+from dask_devctx.errors import counted, listed, nbytes_text
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.cluster import device_names
 from dask_devctx.scheduler.counts import PastDevice

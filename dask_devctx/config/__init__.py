@@ -7,7 +7,6 @@ Files, ``DASK_DEVCTX__…`` variables and ``dask.config.set`` work as for dask's
 from __future__ import annotations
 
 import functools
-import warnings
 from importlib import resources
 from typing import Any
 
@@ -15,7 +14,7 @@ import dask
 import yaml
 from dask.utils import parse_timedelta
 
-from dask_devctx.errors.base import about_unknown, is_told, variable, warn_of_variables
+from dask_devctx.errors import nearest, variable
 
 
 def _read(name: str) -> Any:
@@ -47,21 +46,18 @@ _KNOWN = (*defaults["devctx"], "simulated-host")
 
 def unknown_keys() -> list[str]:
     """Return a sentence for each unknown key; dask itself accepts a mistyped key."""
-    keys = dask.config.get("devctx", {})
-    said = [text for key in keys if (text := about_unknown(key, _KNOWN)) is not None]
+    said = []
+    for key in dask.config.get("devctx", {}):
+        name = key.lower().replace("_", "-")
+        if name not in _KNOWN:
+            near = nearest(name, _KNOWN)
+            meant = f"; devctx.{near}?" if near else ""
+            said.append(f"there is no devctx.{name} (in the environment {variable(key)}){meant}")
     for key in dask.config.config:
         if key.startswith("devctx_"):  # one underscore is part of a word
             meant = variable(key.removeprefix("devctx_"))
             said.append(f"DASK_{key.upper()} means nothing; {meant}?")
     return said
-
-
-def warn_of_unknown_keys() -> None:
-    """Warn of unknown keys; of one that a variable sets, once in a process."""
-    warn_of_variables(_KNOWN)
-    for text in unknown_keys():
-        if not is_told(text):
-            warnings.warn(text, stacklevel=3)
 
 
 def seconds(key: str) -> float | None:

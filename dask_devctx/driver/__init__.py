@@ -16,8 +16,7 @@ from typing import Final
 
 from dask_devctx.driver.backends import SIMULATED_DEVICES_VARIABLE, Backend, real
 from dask_devctx.driver.process_lock import ProcessLock
-from dask_devctx.errors import DriverUnavailableError
-from dask_devctx.errors.base import variable, warn_of_variables
+from dask_devctx.errors import DriverUnavailableError, variable
 
 __all__ = ["SIMULATED_DEVICES_VARIABLE", "backend", "current_backend", "use"]
 
@@ -72,8 +71,6 @@ def _choose() -> Backend:
         chosen = _active
         if chosen is not None and chosen is not _real:
             return chosen
-        if chosen is None:
-            _warn_of_unknown_variables()
         count = simulated_devices()
         if chosen is not None and not count:
             return chosen
@@ -146,12 +143,3 @@ def _configured(key: str, variable: str, default: object) -> object:
     if value is None or str(value) in ("", str(default), _AT_IMPORT.get(variable)):
         return os.environ.get(variable) or default
     return value
-
-
-def _warn_of_unknown_variables() -> None:
-    """Warn of variables of the environment that set nothing, of each once in a process."""
-    # Not by the package that reads this file: it imports dask.
-    package = os.path.dirname(os.path.dirname(__file__))
-    with open(os.path.join(package, "config", "devctx.yaml"), encoding="utf-8") as file:
-        keys = re.findall(r"^  ([\w-]+):", file.read(), re.MULTILINE)
-    warn_of_variables([*keys, "simulated-host"])

@@ -16,7 +16,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dask_devctx.errors.base import counted
+from dask_devctx.errors import counted
 
 # strtol reads leading white space, a sign and decimal digits; the rest is ignored.
 _NUMBER = re.compile(r"\s*([+-]?[0-9]+)")

@@ -15,8 +15,7 @@ from weakref import WeakSet
 import dask
 from distributed import Client, get_worker
 
-from dask_devctx.annotations import NAMES
-from dask_devctx.annotations.warnings import about_no_plugin
+from dask_devctx.annotations import NAMES, about_no_plugin
 from dask_devctx.cuda.out_of_memory import is_out_of_memory, requested_nbytes
 from dask_devctx.cuda.scope import open_scopes
 from dask_devctx.dask_internals.connections import explain_gathers

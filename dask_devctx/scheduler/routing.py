@@ -17,12 +17,13 @@ from dask_devctx.annotations import (
     ANY_DEVICE,
     HOST_ONLY,
     NAMES,
+    PRESENT,
     Request,
+    about_no_plugin,
     answer,
+    mistaken,
     requested_device,
 )
-from dask_devctx.annotations.runs import PRESENT
-from dask_devctx.annotations.warnings import about_no_plugin, mistaken
 from dask_devctx.cuda.naming import DeviceInfo, Inventory
 from dask_devctx.dask_internals import check_scheduler
 from dask_devctx.dask_internals import scheduler as internals

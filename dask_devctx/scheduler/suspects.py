@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from distributed import Scheduler
 
-from dask_devctx.annotations.runs import (
+from dask_devctx.annotations import (
     REFUSED,
     RERUN,
     WATCHED,
@@ -19,7 +19,7 @@ from dask_devctx.annotations.runs import (
     watched_run,
 )
 from dask_devctx.dask_internals.scheduler import annotate
-from dask_devctx.errors.base import listed
+from dask_devctx.errors import listed
 from dask_devctx.scheduler.messages import Failure
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,7 @@ from typing import Any
 import distributed.diagnostics.rmm
 from distributed import Worker
 
-from dask_devctx.config.options import Options
-from dask_devctx.config.packages import require_packages, rmm_options
+from dask_devctx.config.options import Options, require_packages, rmm_options
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.worker import metric
 from dask_devctx.worker.values.accounting import limit_nbytes

@@ -19,7 +19,7 @@ from dask_devctx.dask_internals import check_worker
 from dask_devctx.dask_internals.serialization import unpickled_later
 from dask_devctx.dask_internals.shuffles import rechunking
 from dask_devctx.dask_internals.worker import has_automatic_limit, limited_memory, metric, own_logs
-from dask_devctx.errors.base import counted
+from dask_devctx.errors import counted
 from dask_devctx.worker.actors import DeviceActors
 from dask_devctx.worker.allocators import allocating
 from dask_devctx.worker.comms import landing, serialization

@@ -11,8 +11,7 @@ from typing import Any, Final
 from distributed import Worker
 from distributed.core import error_message
 
-from dask_devctx.config.options import Options
-from dask_devctx.config.packages import rmm_options
+from dask_devctx.config.options import Options, rmm_options
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.on_device import on_device
 from dask_devctx.dask_internals.worker import wrapped_handler

@@ -12,16 +12,14 @@ from distributed import Reschedule, Worker
 from dask_devctx.annotations import (
     ANY_DEVICE,
     HOST_ONLY,
-    Request,
-    Unannotated,
-    requested_device,
-)
-from dask_devctx.annotations.runs import (
     PRESENT,
     RERUN,
+    Request,
+    Unannotated,
     had_all_runs,
     may_rerun,
     refusal,
+    requested_device,
     watched_run,
 )
 from dask_devctx.cuda import naming

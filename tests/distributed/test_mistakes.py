@@ -29,9 +29,6 @@ from dask_devctx import (
 from dask_devctx.driver.simulated import SimulatedMachine
 from tests.distributed.devices import here, started
 
-START = "LocalDeviceCluster(n_workers=1, dashboard_address=':0')"
-GUARD = 'if __name__ == "__main__":'
-
 
 def run(*arguments: str, **given: Any) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -42,35 +39,6 @@ def run(*arguments: str, **given: Any) -> subprocess.CompletedProcess[str]:
 def run_script(path: Path, text: str) -> subprocess.CompletedProcess[str]:
     path.write_text("from dask_devctx import LocalDeviceCluster\n" + text)
     return run(str(path))
-
-
-def last_line(done: subprocess.CompletedProcess[str]) -> str:
-    """Return the error with which a program ended before it started a process."""
-    assert done.returncode == 1
-    assert "distributed.nanny" not in done.stderr
-    return done.stderr.strip().splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    "text", [f"cluster = {START}\n", f"def main():\n    {START}\n\nmain()\n"], ids=["", "called"]
-)
-def test_a_script_that_starts_a_cluster_while_it_is_imported(tmp_path: Path, text: str) -> None:
-    last = last_line(run_script(tmp_path / "job.py", text))
-    assert re.match(r"RuntimeError: .*job\.py, line .* a process that imports the script", last)
-    assert last.endswith(GUARD)
-
-
-def test_a_script_with_the_guard_starts(tmp_path: Path) -> None:
-    done = run_script(tmp_path / "job.py", f"{GUARD}\n    {START}.close()\n    print('closed')\n")
-    assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr
-
-
-def test_a_program_from_standard_input() -> None:
-    """The workers' processes cannot import it, with a guard either."""
-    text = f"from dask_devctx import LocalDeviceCluster\n{GUARD}\n    {START}\n"
-    last = last_line(run("-", input=text))
-    assert last.startswith("RuntimeError: the main program comes from <stdin>, which is no file")
-    assert "Save it in a file" in last
 
 
 def test_a_notebook_cell_that_runs_twice(capfd):

@@ -117,31 +117,3 @@ def test_the_remedy_works_in_the_process_that_had_no_devices(child, remedy):
         assert len(dask_devctx.devices()) == 2  # what was found stays
 
     child(without_devices, remedy, env={"DASK_DEVCTX__SIMULATED_DEVICES": None})
-
-
-@pytest.mark.parametrize("dask_first", [True, False])
-def test_a_misspelt_variable_is_told_where_devices_are_looked_for(child, dask_first):
-    def look(dask_first):
-        import warnings
-
-        if dask_first:
-            from dask_devctx import DevicePlugin
-        from dask_devctx import devices
-
-        assert dask_first == ("dask" in sys.modules)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            devices()
-            devices()
-            if dask_first:
-                DevicePlugin()
-        for warning in said:
-            print(warning.message)
-
-    variables = {"SIMULATED_DEVICE": "4", "HISTORY": "10", "SIMULATED_HOST": "test"}
-    env = {f"DASK_DEVCTX__{name}": text for name, text in variables.items()}
-    done = child(look, dask_first, env=env)
-    assert done.stdout.splitlines() == [
-        "there is no devctx.simulated-device (in the environment DASK_DEVCTX__SIMULATED_DEVICE); "
-        "devctx.simulated-devices?"
-    ]

@@ -27,7 +27,7 @@ from dask_devctx import (
     devices,
     driver,
 )
-from dask_devctx.annotations.runs import WATCHED
+from dask_devctx.annotations import WATCHED
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.worker.actors import DeviceMethod
 from dask_devctx.worker.failures.calls import Call

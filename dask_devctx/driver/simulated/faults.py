@@ -12,7 +12,7 @@ from typing import Any
 
 from cuda.bindings import driver as types
 
-from dask_devctx.errors.base import nearest
+from dask_devctx.errors import nearest
 
 Status = types.CUresult
 OK = Status.CUDA_SUCCESS

@@ -12,7 +12,7 @@ from bokeh.models import Div, InlineStyleSheet
 from dask.utils import format_bytes
 from distributed import Scheduler
 
-from dask_devctx.errors.base import counted
+from dask_devctx.errors import counted
 from dask_devctx.scheduler.counts import transfers as moved
 from dask_devctx.scheduler.dashboard.feed import Batch, Interval, Lanes
 from dask_devctx.scheduler.dashboard.figures import STALE_S, TRANSPORTS, Colours

@@ -13,8 +13,7 @@ from typing import Final
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver import statuses
 from dask_devctx.driver.relaxed import RelaxedCapture
-from dask_devctx.errors import DevctxError, DriverError
-from dask_devctx.errors.base import counted
+from dask_devctx.errors import DevctxError, DriverError, counted
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 from distributed import Worker
 from distributed.core import Status
 
-from dask_devctx.annotations.runs import runs_once
+from dask_devctx.annotations import runs_once
 from dask_devctx.dask_internals import tasks
 from dask_devctx.dask_internals import worker as internals
 from dask_devctx.worker.failures.attribution import Failure, confirm, tell_scheduler

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from distributed import Worker
 
-from dask_devctx.config.packages import is_ucx
+from dask_devctx.config.options import is_ucx
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver import statuses
 from dask_devctx.errors import DevctxError, DriverError

@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 from typing import Any, Final
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.errors.base import counted, listed
+from dask_devctx.errors import counted, listed
 
 # A whole device. Shares are counted in whole millionths: sums of floats would go beyond 1.
 WHOLE: Final = 1_000_000

@@ -16,8 +16,8 @@ from dask_devctx.errors import (
     DevctxError,
     DeviceNotFoundError,
     NotEnoughDevicesError,
+    nbytes_text,
 )
-from dask_devctx.errors.base import nbytes_text
 from dask_devctx.worker.placement.admission import Admission, Claim, share_units
 from dask_devctx.worker.placement.policy import (
     RELUCTANCE_S,

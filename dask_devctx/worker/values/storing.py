@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from distributed import Status, Worker
 
-from dask_devctx.config.options import Options, fair_memory
-from dask_devctx.config.packages import rmm_keeps_memory
+from dask_devctx.config.options import Options, fair_memory, rmm_keeps_memory
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.worker import replaced_data, wrapped_handler
 from dask_devctx.errors import DriverError

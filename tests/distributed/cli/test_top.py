@@ -20,7 +20,7 @@ from distributed.utils_test import poll_for
 
 from dask_devctx import Device, report
 from dask_devctx.cli import devctx
-from dask_devctx.errors.base import nbytes_text
+from dask_devctx.errors import nbytes_text
 from tests.distributed.devices import nap, started
 
 

@@ -63,21 +63,14 @@ def test_it_has_every_option_of_dask_cuda_worker_and_of_dask_worker() -> None:
 def test_it_has_every_option_of_the_plugin_but_functions() -> None:
     assert {*OPTION_NAMES} - {*option_names()} == {"policy"}
     shown = CliRunner().invoke(devctx, ["worker", "--help"]).stdout
-    ours, theirs = shown.split("Options of dask worker:")
-    for name in option_names():
-        assert f"--{name.replace('_', '-')}" in ours
-    assert "--death-timeout" in theirs
-    assert "--nthreads" in ours
+    for name in (*option_names(), "death_timeout"):
+        assert f"--{name.replace('_', '-')}" in shown
     assert not re.search("[`:]class|``", shown)
 
 
 def test_the_help_begins_with_everyday_options() -> None:
     shown = CliRunner().invoke(devctx, ["worker", "--help"]).stdout
-    titles = re.findall(r"^(\w.*):$", shown, re.M)
-    assert titles[:2] == ["Everyday options", "Devices"]
-    assert titles[-1] == "Options of dask worker"
-    everyday = shown.partition("Everyday options:")[2].partition("Devices:")[0]
-    assert re.findall(r"^  (--[\w-]+)", everyday, re.M)[:3] == [
+    assert re.findall(r"^  (--[\w-]+)", shown, re.M)[:3] == [
         "--scheduler-file",
         "--devices",
         "--n-workers",
@@ -208,7 +201,6 @@ def test_options_of_dask_worker_are_passed_on(started: list[dict[str, Any]]) -> 
         ),
         (f"{ADDRESS} --n-workers 0", 2, "--nworkers"),
         (f"{ADDRESS} --devices 9", 1, "no device 9"),
-        (f"{ADDRESS} --nvtx 1", 2, "--nvtx is configuration: set DASK_DEVCTX__NVTX=1"),
         (f"{ADDRESS} --rmm-async --allocator cupy-async", 2, "either allocator or RMM's settings"),
         (f"{ADDRESS} --rmm-async", 1, "rmm_async needs the package rmm"),
         (f"{ADDRESS} --protocol ucx", 1, "needs the package distributed_ucxx"),

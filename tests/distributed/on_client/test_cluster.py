@@ -137,15 +137,6 @@ def test_devices_that_are_left_over_or_named_twice_are_told(
     assert [one.filename for one in caught] == [__file__]
 
 
-def test_threads_are_not_tasks_at_a_time_on_a_device(caplog: pytest.LogCaptureFixture) -> None:
-    for given in ({"threads_per_worker": 1}, {"threads_per_worker": 4, "tasks_per_device": 2}):
-        with caplog.at_level("WARNING"), LocalDeviceCluster(n_workers=1, **given, **QUIET):
-            pass
-    caplog.clear()
-    with caplog.at_level("WARNING"), LocalDeviceCluster(threads_per_worker=4, **QUIET):
-        assert "for several tasks at a time on each device: tasks_per_device" in caplog.text
-
-
 def test_threads_follow_the_devices_of_a_worker() -> None:
     with LocalDeviceCluster(**QUIET) as cluster:
         (one,) = threads(cluster)

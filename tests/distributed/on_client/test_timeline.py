@@ -19,7 +19,7 @@ from dask_devctx import (
     report,
     timeline,
 )
-from dask_devctx.client.trace_events import Stretch, trace
+from dask_devctx.client.timeline import Stretch, trace
 from dask_devctx.scheduler.history import KnownDevice, KnownWorker
 from dask_devctx.scheduler.rows import Copy, Sample, TaskRun
 from tests.distributed.devices import fail, nap, started

@@ -25,7 +25,7 @@ from dask_devctx import (
     on_device,
     task_devices,
 )
-from dask_devctx.annotations.warnings import mistaken
+from dask_devctx.annotations import mistaken
 from dask_devctx.scheduler import routing
 from dask_devctx.scheduler.messages import ANNOUNCE, PROTOCOL
 from tests.distributed.devices import on_cluster, started, uuid_here, worker_with

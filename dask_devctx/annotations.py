@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple, TypeGuard
 
 from dask.utils import parse_bytes
@@ -17,6 +17,7 @@ from distributed.protocol import pickle
 
 from dask_devctx.cuda import naming
 from dask_devctx.cuda.naming import ACCEPTED, AUTO, CURRENT, NO_DEVICE
+from dask_devctx.errors import nearest
 
 DEVICE: Final = "device"
 DEVICES: Final = "devices"
@@ -313,3 +314,101 @@ def _nbytes(given: Any) -> int | None:
     if nbytes < 1:
         raise ValueError(wrong)
     return int(nbytes)
+
+
+# -- a task's runs after a device failed: the user's annotation, and the scheduler's marks, which
+# reach the worker as annotations do
+
+# Whether a task may run again after a device failed while it ran.
+RERUN: Final = "rerun"
+# Marks a task that may have broken a device. The worker that runs it watches it. The value is the
+# number of this watched run, and how many such runs a task may have.
+WATCHED: Final = "devctx-watched"
+# Marks a task that a worker fails without a call of it. The value has the fields of the error.
+REFUSED: Final = "devctx-refused"
+
+# Marks a task that names a device that no worker of the cluster uses. The value has the devices
+# that workers use, for the error.
+PRESENT: Final = "devctx-present"
+
+
+def may_rerun(annotations: Mapping[str, Any] | None) -> bool:
+    """Return whether a task with these annotations may run again after a device failed."""
+    given = True if not annotations else annotations.get(RERUN, True)
+    if not isinstance(given, bool):
+        raise TypeError(
+            f"the annotation {RERUN!r} is True or False: whether the task may run again after a "
+            f"device failed while it ran; got {given!r} of type {type(given).__name__}"
+        )
+    return given
+
+
+def runs_once(annotations: Mapping[str, Any] | None) -> bool:
+    """Return whether a task with these annotations must not run twice."""
+    return annotations is not None and annotations.get(RERUN) is False
+
+
+def watched_run(annotations: Mapping[str, Any] | None) -> tuple[int, int]:
+    """Return the number of a task's watched run, and how many it may have; zeros if unwatched."""
+    if not annotations or WATCHED not in annotations:
+        return 0, 0
+    run, most = annotations[WATCHED]
+    return run, most
+
+
+def refusal(annotations: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
+    """Return the fields of the error with which a worker fails a task; None to run it."""
+    given = annotations.get(REFUSED) if annotations else None
+    return None if given is None else tuple(given)
+
+
+def had_all_runs(run: int, most: int) -> str:
+    """Return why a task does not run again after this watched run of ``most``; "" if it does."""
+    if run < most:
+        return ""
+    return (
+        f"a device failed in each of its {run + 1} runs. distributed.scheduler.allowed-failures is "
+        f"{most}"
+    )
+
+
+# -- annotations that are mistaken for those of this package, or that nobody reads
+
+# Annotations that seem to be ours, but mean nothing to this package and dask, with the right one.
+_MISTAKEN: Final = {
+    **dict.fromkeys(("Device", "cuda", "gpu"), DEVICE),
+    **dict.fromkeys(("Devices", "gpus", "num_devices", "num_gpus"), DEVICES),
+    **dict.fromkeys(("device_fraction", "share"), SHARE),
+    **dict.fromkeys(("device_mem", "gpu_memory"), MEMORY),
+}
+_OURS: Final = (DEVICE, DEVICES, SHARE, MEMORY, RERUN)
+# Names as like ours as "devcie" and "device_memry". A service and a return are less so.
+_ALIKE: Final = 0.82
+
+
+@functools.cache
+def _meant(name: str) -> str:
+    """Return the annotation that another name seems to mean; "" if it means none."""
+    if name in _OURS or name in _MISTAKEN:
+        return _MISTAKEN.get(name, "")
+    near = nearest(name, _OURS, _ALIKE)
+    return near if near[:1] == name[:1] else ""
+
+
+def mistaken(annotations: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a warning for each annotation that seems to be ours but means nothing."""
+    for name, value in annotations.items():
+        if meant := _meant(name):
+            also = f", or {DEVICE}=1 to name a device" if meant == DEVICES else ""
+            yield (
+                f"the annotation {name!r} means nothing to dask-devctx and dask, and has no effect "
+                f"on the device of its tasks. Write dask.annotate({meant}={value!r}){also}"
+            )
+
+
+def about_no_plugin(name: str) -> str:
+    """Return the warning about an annotation that no worker of the cluster understands."""
+    return (
+        f"tasks have the annotation {name!r}, and no worker of this cluster uses devices: the "
+        "annotation has no effect. Register the plugin: client.register_plugin(DevicePlugin())"
+    )
