@@ -12,12 +12,12 @@ from dask.utils import funcname
 from distributed import Status, Worker, WorkerPlugin
 
 from dask_devctx import config
+from dask_devctx.config.checks import key_of
 from dask_devctx.config.options import (
     OPTION_NAMES,
     RMM_NAMES,
     SETTINGS,
     Options,
-    key_of,
     refuse_unknown,
     remembered_tasks,
     takes_options,

@@ -15,7 +15,8 @@ from dask_devctx import driver
 from dask_devctx.cli.connection import cluster_address, said, scheduler_address, usable_options
 from dask_devctx.client.arguments import NOT_NEEDED, UCX, set_up_ucx
 from dask_devctx.client.layout import lay_out
-from dask_devctx.config.options import OPTION_NAMES, RMM, Options, flag, fold_rmm, key_of, text_of
+from dask_devctx.config.checks import RMM, flag, key_of
+from dask_devctx.config.options import OPTION_NAMES, Options, fold_rmm, text_of
 from dask_devctx.cuda import discovery
 
 _HELP = """Start workers on this machine, which use its GPUs.

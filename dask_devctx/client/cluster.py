@@ -15,13 +15,8 @@ from distributed.core import Status
 
 from dask_devctx.client.arguments import SETTINGS_OF_DASK_CUDA, has_nannies, without_dask_cudas
 from dask_devctx.client.layout import lay_out
-from dask_devctx.config.options import (
-    OPTION_NAMES,
-    Options,
-    key_of,
-    require_packages,
-    takes_options,
-)
+from dask_devctx.config.checks import key_of
+from dask_devctx.config.options import OPTION_NAMES, Options, require_packages, takes_options
 from dask_devctx.cuda.device import devices, html_table
 from dask_devctx.dask_internals.cluster import WatchedCluster
 from dask_devctx.dask_internals.scheduler import add_plugin, add_worker_plugin

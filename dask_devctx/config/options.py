@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from textwrap import fill, indent
@@ -18,194 +16,27 @@ from typing import Any, Final, Literal, TypeVar
 
 import psutil
 from dask.typing import no_default
-from dask.utils import parse_bytes
 from distributed.system import MEMORY_LIMIT
 
 from dask_devctx import config, driver
+from dask_devctx.config.checks import (
+    RMM,
+    Check,
+    allocator,
+    configured,
+    flag,
+    fraction,
+    function,
+    key_of,
+    list_of_devices,
+    memory_limit,
+    names_of,
+    one_of,
+    share_of_memory,
+    whole_number,
+)
 from dask_devctx.cuda import discovery
 from dask_devctx.errors import nearest
-
-# A function of an option's name and value that returns the value to keep, or raises.
-Check = Callable[[str, Any], object]
-
-# A smaller limit in bytes is a mistake, such as 8 for "8 GiB" or 80 for 0.8.
-_LEAST_LIMIT_NBYTES: Final = 1024
-
-
-def key_of(name: str) -> str:
-    """Return the key of an option in the configuration."""
-    return name.replace("_", "-")
-
-
-def whole_number(least: int) -> Check:
-    def check(name: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise refused(name, f"a whole number, {least} or more", value)
-        return value
-
-    return check
-
-
-def one_of(*choices: object) -> Check:
-    def check(name: str, value: Any) -> object:
-        # 1 and 0 equal True and False, but are refused
-        if not any(type(value) is type(one) and value == one for one in choices):
-            raise refused(name, " or ".join(map(repr, choices)), value)
-        return value
-
-    return check
-
-
-flag: Final = one_of(True, False)
-
-
-def _amount(value: Any) -> float | None:
-    """Return a number, or the bytes that a text says; None for anything else."""
-    if isinstance(value, str):
-        with suppress(ValueError):
-            value = float(value) if value.replace(".", "", 1).isdigit() else parse_bytes(value)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and value >= 0 else None
-
-
-def fraction(name: str, value: Any) -> float:
-    found = None if isinstance(value, str) else _amount(value)
-    if found is None or found > 1:
-        raise refused(name, "a fraction of a device's memory between 0 and 1", value)
-    return float(found)
-
-
-def share_of_memory(name: str, value: Any) -> float:
-    found = _amount(value)
-    if found is None:
-        raise refused(name, "a fraction of a device's memory, or bytes such as '2 GiB'", value)
-    return found
-
-
-def memory_limit(name: str, value: Any) -> float | str | None:
-    if value is None or value in ("auto", "default"):  # the second is dask-cuda's word
-        return value and "auto"
-    found = _amount(value)
-    if isinstance(value, str) and value[-1:].isalpha() and 1 <= (found or 0) < _LEAST_LIMIT_NBYTES:
-        return value  # with its unit, "30 B" is no mistake
-    if found is None or 1 < found < _LEAST_LIMIT_NBYTES:
-        raise refused(
-            name,
-            "'auto', a fraction of a device's memory up to 1, bytes such as '12 GiB' "
-            f"({_LEAST_LIMIT_NBYTES} or more), or 0 or None for no limit",
-            value,
-        )
-    return (float(found) if found <= 1 else int(found)) or None
-
-
-def memory_size(name: str, value: Any) -> float | str | None:
-    if value in ("auto", "default"):
-        raise refused(name, "a fraction of a device's memory, or bytes such as '30 GB'", value)
-    return memory_limit(name, value)
-
-
-def names_of(*known: str) -> Check:
-    """Return a check of a list of names, or of text with commas; without ``known``, of any."""
-
-    def check(name: str, value: Any) -> tuple[str, ...] | None:
-        found = value.split(",") if isinstance(value, str) else value
-        if not isinstance(found, Iterable) or not all(isinstance(one, str) for one in found):
-            raise refused(name, "a list of names, or text with commas", value)
-        names = tuple(one.strip() for one in found if one.strip())
-        if known and not set(names) <= set(known):
-            raise refused(name, f"a list of some of {', '.join(map(repr, known))}", value)
-        return names or None
-
-    return check
-
-
-def path(name: str, value: Any) -> str:
-    if not isinstance(value, str | os.PathLike):
-        raise refused(name, "a path", value)
-    return str(os.fspath(value))
-
-
-LIBRARIES: Final = ("cupy", "torch", "numba")
-# RMM's settings, by dask-cuda's names without "rmm_".
-RMM: Final[Mapping[str, Check]] = {
-    "pool_size": memory_size,
-    "maximum_pool_size": memory_size,
-    "managed_memory": flag,
-    "async": flag,
-    "release_threshold": memory_size,
-    "log_directory": path,
-    "track_allocations": flag,
-    "allocator_external_lib_list": names_of(*LIBRARIES),
-}
-
-
-def allocator(name: str, value: Any) -> str | dict[str, object] | None:
-    """Return RMM's settings without those that are None; refuse contradictions."""
-    if value == "cupy-async":
-        return "cupy-async"
-    if not isinstance(value, Mapping):
-        raise refused(name, "'cupy-async', or RMM's settings such as {'pool_size': 0.8}", value)
-    rmm: dict[str, Any] = {}
-    for given, setting in value.items():
-        one = str(given).replace("-", "_").removeprefix("rmm_")
-        if one not in RMM:
-            near = nearest(one, RMM)
-            meant = f"Did you mean {near!r}?" if near else f"It may have {', '.join(RMM)}"
-            raise ValueError(f"{name} has no setting {given!r}. {meant}")
-        if setting is not None and (found := RMM[one](f"rmm_{one}", setting)) is not None:
-            rmm[one] = found
-    if rmm.get("async") and rmm.get("managed_memory"):
-        raise ValueError(
-            "rmm_managed_memory is incompatible with rmm_async: managed memory has no asynchronous "
-            "allocator. Leave one of them out"
-        )
-    if "release_threshold" in rmm and not rmm.get("async"):
-        raise ValueError("rmm_release_threshold requires rmm_async=True: only that has a threshold")
-    if "maximum_pool_size" in rmm and not (rmm.get("async") or "pool_size" in rmm):
-        raise ValueError(
-            "rmm_maximum_pool_size limits a pool, and there is none. Give rmm_pool_size, or "
-            "rmm_async=True"
-        )
-    return rmm or None
-
-
-def list_of_devices(name: str, value: Any) -> tuple[object, ...]:
-    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-        raise TypeError(
-            f"{name} is a list, got {value!r}. Write devices=[0, 1] or devices=['GPU-8f3a'], in "
-            "the environment DASK_DEVCTX__DEVICES='[0, 1]' or "
-            """DASK_DEVCTX__DEVICES='["GPU-8f3a"]'"""
-        )
-    devices = tuple(value)
-    if not devices:
-        raise ValueError(f"{name} is empty. Leave it out for all devices that the worker sees")
-    return devices
-
-
-def function(name: str, value: Any) -> object:
-    if not callable(value) or inspect.iscoroutinefunction(value) or value in (min, max):
-        raise TypeError(
-            f"{name} must be a function of one argument, such as dask_devctx.start_soonest: it "
-            "gets the candidates, which have no order of their own, and returns one of them; got "
-            f"{value!r}"
-        )
-    return value
-
-
-def refused(name: str, expected: str, value: object) -> ValueError:
-    return ValueError(f"{name} must be {expected}, got {value!r}")
-
-
-def configured(check: Check, name: str, value: Any) -> object:
-    """Check a value of the configuration; the error names its key."""
-    try:
-        return check(name, value)
-    except (TypeError, ValueError) as error:
-        where = f"in the configuration devctx.{key_of(name)}"
-        raise type(error)(f"{error} ({where})") from None
-
-
-# -- the options
 
 # A device's tasks run on the device's own threads. So a worker's `nthreads` only limits how many
 # tasks dask sends it ahead. If it is small, threads wait for the scheduler; if it is large, results

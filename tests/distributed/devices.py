@@ -15,7 +15,8 @@ from distributed import Client, LocalCluster, Worker
 from distributed.utils_test import gen_cluster
 
 from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, SimulatedArray, driver
-from dask_devctx.config.options import SETTINGS, fold_rmm, key_of
+from dask_devctx.config.checks import key_of
+from dask_devctx.config.options import SETTINGS, fold_rmm
 from dask_devctx.worker.leases.lease import Lease
 
 
