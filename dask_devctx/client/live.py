@@ -1,7 +1,6 @@
 """The devices of a cluster as they are now, and what happened between two moments.
 
-All numbers come from the heartbeats that the scheduler has anyway, and from its counts of workers
-that left: nothing is collected for them.
+All numbers come from the heartbeats that the scheduler has anyway: nothing is collected for them.
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
-from distributed import Client, Scheduler
+from distributed import Client
 
 from dask_devctx.errors import nbytes_text
 from dask_devctx.scheduler.cluster import device_names
-from dask_devctx.scheduler.counts import METRIC, transfers
-from dask_devctx.scheduler.rows import DeviceCounts, known, merged
+from dask_devctx.scheduler.rows import METRIC, DeviceCounts, known, merged, transfers
 
 _WORKER: Final = 16
 _TASKS: Final = 20
@@ -49,20 +47,20 @@ class LiveDevice(DeviceCounts):
 
 
 def by_device(
-    rows: Iterable[tuple[str, str | None, DeviceCounts]], copied: Mapping[str, int]
+    rows: Iterable[tuple[str, str, DeviceCounts]], copied: Mapping[str, int]
 ) -> dict[str, LiveDevice]:
-    """Return the devices by UUID, from each worker's address and name; None if it left.
+    """Return the devices by UUID, from each worker's address, name and counts.
 
     ``copied`` has the bytes that went to a device.
     """
-    groups: defaultdict[str, list[tuple[str, str | None, DeviceCounts]]] = defaultdict(list)
-    for row in sorted(rows, key=lambda row: (row[1] is None, host_of(row[0]), row[2].device_id)):
+    groups: defaultdict[str, list[tuple[str, str, DeviceCounts]]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: (host_of(row[0]), row[2].device_id)):
         groups[row[2].uuid].append(row)
     return {
         uuid: LiveDevice(
             **{name: getattr(counts, name) for name in DeviceCounts.__slots__},
             host=host_of(members[0][0]),
-            workers=tuple(name for _, name, _ in members if name is not None),
+            workers=tuple(name for _, name, _ in members),
             copied_nbytes=copied.get(uuid, 0),
         )
         for uuid, members in groups.items()
@@ -104,7 +102,7 @@ def _kept(device: LiveDevice) -> str:
 
 
 COLUMNS: Final[Mapping[str, Callable[[LiveDevice], object]]] = {
-    "worker": lambda device: shortened(", ".join(device.workers) or "(left)", _WORKER),
+    "worker": lambda device: shortened(", ".join(device.workers), _WORKER),
     "use": lambda device: _percent(device.utilization),
     "busy": lambda device: _percent(device.occupied),
     "tasks/s": lambda device: round(device.tasks_per_s),
@@ -203,9 +201,8 @@ def moment(client: Client) -> Any:
 
 
 async def _moment(client: Client) -> Moment:
-    # One question, so that a worker that leaves meanwhile is counted once.
-    answer: Any = await client.run_on_scheduler(_now_and_before)
-    identity, before = answer
+    # `client.scheduler_info()` may lack the workers: dask refreshes what it returns without them.
+    identity: Any = await client.scheduler.identity(n_workers=-1)
     names = {address: str(worker["name"]) for address, worker in identity["workers"].items()}
     counts, moved = [], Counter[Ends]()
     for address, worker in identity["workers"].items():
@@ -217,23 +214,7 @@ async def _moment(client: Client) -> Moment:
     copied = Counter[str]()
     for (_, destination, _), nbytes in moved.items():
         copied[destination] += nbytes
-    devices = by_device(counts, copied)
-    for uuid in before.keys() & devices.keys():
-        done, failed = before[uuid]
-        one = devices[uuid]
-        devices[uuid] = replace(one, done=one.done + done, failed=one.failed + failed)
-    return Moment(time.monotonic(), names, devices, moved)
-
-
-def _now_and_before(dask_scheduler: Scheduler) -> tuple[Any, dict[str, tuple[int, int]]]:
-    """Return the scheduler's identity, and how many tasks ended on workers that left."""
-    routing = dask_scheduler.plugins.get("devctx-routing")
-    past = {} if routing is None else routing.counts.past
-    ended = {uuid: (device.counts.done, device.counts.failed) for uuid, device in past.items()}
-    return dask_scheduler.identity(n_workers=-1), ended
-
-
-_now_and_before.__module__ = "__main__"  # sent by value, to a scheduler without this package too
+    return Moment(time.monotonic(), names, by_device(counts, copied), moved)
 
 
 def between(before: Moment, now: Moment) -> list[LiveDevice]:

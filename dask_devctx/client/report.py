@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import InitVar, asdict, astuple, dataclass, field
+from dataclasses import InitVar, dataclass, field
 from html import escape
 from textwrap import wrap
 from typing import Any, Final
@@ -17,7 +17,6 @@ from dask_devctx.client.live import (
     LiveDevice,
     aligned,
     by_device,
-    host_of,
     refuse_unusable,
     rows,
     shortened,
@@ -25,15 +24,7 @@ from dask_devctx.client.live import (
 )
 from dask_devctx.errors import counted, listed, nbytes_text
 from dask_devctx.plugin import DevicePlugin
-from dask_devctx.scheduler.cluster import device_names
-from dask_devctx.scheduler.counts import PastDevice
-from dask_devctx.scheduler.rows import (
-    DeviceCounts,
-    TaskRun,
-    Transfer,
-    added,
-    known,
-)
+from dask_devctx.scheduler.rows import DeviceCounts, TaskRun, Transfer, known
 
 _COLUMNS: Final = 100
 _NAME: Final = 24
@@ -92,21 +83,15 @@ class ReportedDevice(DeviceCounts):
         The worker's address.
     worker_name
         The worker's name.
-    present
-        Whether the worker is there. A device that no worker has any more keeps its counts.
     """
 
     worker: str = ""
     worker_name: str = ""
-    present: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class ReportedTransfer(Transfer):
-    """Values that went from one device to another, and the address of the worker that counted.
-
-    The address is empty for the transfers of workers that left.
-    """
+    """Values that went from one device to another, and the address of the worker that counted."""
 
     worker: str = ""
 
@@ -144,8 +129,7 @@ class Report(list[ReportedTask]):
     Attributes
     ----------
     devices
-        A row for each device of each worker. The counts of workers that left are in the row of a
-        worker that has the same device.
+        A row for each device of each worker.
     transfers
         A row for each pair of devices between which values moved, and for each transport.
     refused
@@ -209,7 +193,7 @@ def report(client: Client | Cluster) -> Report:
         The tasks; ``devices`` has the devices, ``transfers`` the values that moved between them,
         ``refused`` the tasks that got no device, and ``without_device`` the tasks that ran on none.
         A worker remembers its latest tasks, ``devctx.history`` of them; tasks of a worker that left
-        are not in it. The counts of the devices include the workers that left.
+        are not in it, nor in the counts of the devices.
 
     Raises
     ------
@@ -243,8 +227,7 @@ async def _report(client: Client) -> Report:
     silent = {w: repr(one) for w, one in answers if isinstance(one, BaseException)}
     workers = {w: one is not None for w, one in answers if w not in silent}
     found = [(w, one) for w, one in answers if workers.get(w)]
-    of_scheduler: Any = await client.run_on_scheduler(_of_scheduler)
-    past, moved, failures = of_scheduler
+    failures: Any = await client.run_on_scheduler(_of_scheduler)
     tasks = [
         _task(run, w, one.get("more", {}).get(n, ()))
         for w, one in found
@@ -257,10 +240,9 @@ async def _report(client: Client) -> Report:
         for row in one["devices"]
     ]
     transfers = [(w, known(Transfer, row)) for w, one in found for row in one["transfers"]]
-    transfers += [("", asdict(one)) for one in moved.values()]
     return Report(
         [task for task in tasks if task.uuid is not None],
-        _with_past(devices, past),
+        devices,
         [ReportedRefusal(*(*task[:3], w)) for w, one in found for task in one["refused"]],
         workers,
         silent,
@@ -278,26 +260,11 @@ def _task(run: Sequence[Any], worker: str, more: Sequence[int]) -> ReportedTask:
     return ReportedTask(*run, **own)
 
 
-def _with_past(
-    devices: Sequence[ReportedDevice], past: Mapping[str, PastDevice]
-) -> list[ReportedDevice]:
-    """Return the devices, each with the counts of workers that left."""
-    missing = dict(past)
-    rows = list(devices)
-    for n, device in enumerate(rows):
-        if before := missing.pop(device.uuid, None):
-            rows[n] = added(device, before.counts)
-    gone = (ReportedDevice(*(*astuple(row), w, w, False)) for w, row in missing.values())
-    return [*rows, *gone]
-
-
 def _of_scheduler(dask_scheduler: Scheduler) -> Any:
-    """Return the counts of workers that left, and the devices that failed."""
+    """Return the devices that failed."""
     routing = dask_scheduler.plugins.get("devctx-routing")
-    if routing is None:
-        return {}, {}, []
-    failures = [(worker, at, *row[:3], tuple(row[4])) for worker, at, row in routing.failures]
-    return routing.counts.past, routing.counts.transfers, failures
+    failures = () if routing is None else routing.failures
+    return [(worker, at, *row[:3], tuple(row[4])) for worker, at, row in failures]
 
 
 _of_scheduler.__module__ = "__main__"  # sent by value, to a scheduler without this package too
@@ -321,26 +288,20 @@ def _devices(report: Report) -> list[LiveDevice]:
     for row in report.transfers:
         copied[row.destination] += row.nbytes
     found = by_device(
-        ((row.worker, row.worker_name if row.present else None, row) for row in report.devices),
+        ((row.worker, row.worker_name, row) for row in report.devices),
         copied,
     )
-    workers = counted(len({row.worker for row in report.devices if row.present}), "worker")
+    workers = counted(len({row.worker for row in report.devices}), "worker")
     return [*found.values(), total(found.values(), workers)]
 
 
 def _table(report: Report) -> tuple[Sequence[str], list[Sequence[object]]]:
     *each, summed = _devices(report)
-    last = rows([summed], _BY_DEVICE)[0][1:]
-    return ("device", *_BY_DEVICE), [*rows(each, _BY_DEVICE), [f"all {len(each)}", *last]]
-
-
-def _names(report: Report) -> dict[str, str]:
-    return device_names((host_of(d.worker), d.device_id, d.uuid) for d in report.devices)
-
-
-def _clock(seconds: float) -> str:
-    """Return the time of day of a moment in seconds since the epoch."""
-    return time.strftime("%H:%M:%S", time.localtime(seconds))
+    columns = _BY_DEVICE
+    if any(device.spills for device in report.devices):
+        columns = (*_BY_DEVICE[:-3], "memory used", "kept of limit", "on the host")
+    last = rows([summed], columns)[0][1:]
+    return ("device", *columns), [*rows(each, columns), [f"all {len(each)}", *last]]
 
 
 def _below(report: Report) -> Iterator[str]:
@@ -357,7 +318,7 @@ def _below(report: Report) -> Iterator[str]:
         yield "no worker runs the plugin: client.register_plugin(DevicePlugin())"
     elif without:
         yield f"without the plugin: {', '.join(without)}"
-    having = {device.worker for device in report.devices if device.present}
+    having = {device.worker for device in report.devices}
     bare = [worker for worker, runs in report.workers.items() if runs and worker not in having]
     if bare:
         yield f"with the plugin and without devices: {', '.join(bare)}"
@@ -380,30 +341,19 @@ def _moved(report: Report) -> Iterator[str]:
 
 
 def _spilled(report: Report) -> Iterator[str]:
-    """Yield a line for each device whose values were moved to the host, and one for the cluster."""
-    spilled = [device for device in report.devices if device.spills]
-    if not spilled:
-        return
-    names = _names(report)
-    for device in spilled:
-        kept = (device.memory_held or 0) + (device.memory_copies or 0)
-        limit = device.device_memory_limit
-        of = "" if limit is None else f" of its limit {nbytes_text(limit)}"
-        yield (
-            f"{names[device.uuid]} of worker {shortened(device.worker_name, 16)} keeps "
-            f"{nbytes_text(kept)}{of}; {nbytes_text(device.memory_spilled)} more are in host memory"
-        )
-    away = nbytes_text(sum(device.spilled_nbytes for device in report.devices))
-    back = nbytes_text(sum(device.unspilled_nbytes for device in report.devices))
-    spills = counted(sum(device.spills for device in spilled), "move")
-    unspills = counted(sum(device.unspills for device in report.devices), "move")
-    since = "moved to host memory since the start"
-    yield f"{since}: {away} in {spills}; came back: {back} in {unspills}"
+    """Yield a line about the values that were moved to the host, if there are any."""
+    if spills := sum(device.spills for device in report.devices):
+        away = nbytes_text(sum(device.spilled_nbytes for device in report.devices))
+        back = nbytes_text(sum(device.unspilled_nbytes for device in report.devices))
+        unspills = counted(sum(device.unspills for device in report.devices), "move")
+        since = "moved to host memory since the start"
+        yield f"{since}: {away} in {counted(spills, 'move')}; came back: {back} in {unspills}"
 
 
 def _problems(report: Report) -> Iterator[str]:
     for one in report.failures:
-        at, suspects = _clock(one.time), listed(one.suspects, _KINDS) or "none"
+        at = time.strftime("%H:%M:%S", time.localtime(one.time))
+        suspects = listed(one.suspects, _KINDS) or "none"
         yield f"failed at {at}: {one.device} of {one.worker}, {one.status}; suspects: {suspects}"
     kinds: dict[str, Counter[str]] = {}
     for task in report.refused:

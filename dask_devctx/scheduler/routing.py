@@ -29,7 +29,6 @@ from dask_devctx.dask_internals import check_scheduler
 from dask_devctx.dask_internals import scheduler as internals
 from dask_devctx.errors import DevicesInUseError, LockDirectoryError, WorkerSetupError
 from dask_devctx.scheduler.cluster import Cluster, WorkerDevices
-from dask_devctx.scheduler.counts import Counts
 from dask_devctx.scheduler.dashboard import device_pages
 from dask_devctx.scheduler.history import DeviceHistory
 from dask_devctx.scheduler.messages import (
@@ -67,9 +66,8 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     ----------
     refused
         The errors of workers that could not use their devices and left, by worker name.
-    history, counts
-        What happened on the devices, collected while somebody reads it, and the counts of tasks on
-        the devices of workers that left.
+    history
+        What happened on the devices, collected while somebody reads it.
 
     Notes
     -----
@@ -116,7 +114,6 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self._steps = ExitStack()
         self._pages: ExitStack | None = None  # while any worker uses devices
         self.history = DeviceHistory(scheduler, lambda: self._cluster.using)
-        self.counts = Counts(scheduler)
         self._steps.callback(self.history.close)
         for address in scheduler.workers:
             self._cluster.join(address, time())
@@ -175,14 +172,11 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         """Note the end of a task; dask calls this six times for each, so it calls little itself."""
         if finish == "forgotten" and key in self._restricted.groups:
             self._restricted.forget(key)
-        if start == "processing" and "startstops" in kwargs:
-            self.counts.ended(finish, kwargs)
         if self._suspects.failed_workers or self._suspects.refused:
             self._suspects.moved(key, finish, kwargs.get("worker"))
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         self._cluster.join(worker, time())
-        self.counts.joined(worker)
         if worker not in self._cluster.present:
             self._look_again_later()
         self._review()
@@ -198,7 +192,6 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             self._look_again_later()
         if for_good and shares:
             self.scheduler.loop.add_callback(self._sharing.even_out)
-        self.counts.left(worker)
         self.history.left(worker)
         internals.schedule_again(scheduler, self._restricted.review())
 
@@ -249,7 +242,6 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         )
         self._cluster.announce(address, devices)
         if address in self._cluster.workers:
-            self.counts.announced(address, devices.used)
             if memory_limit is not None:
                 internals.set_memory_limit(self.scheduler, address, memory_limit)
             self._review()
@@ -257,10 +249,8 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     def _withdrawn(self, address: str) -> None:
         self._sharing.left(address, may_return=False)
         self._with_actors.discard(address)
-        self.counts.forget(address)
         self._cluster.withdraw(address)
         if not self._cluster.using:
-            self.counts.forget_all()
             self._close_pages()
         self._review()
 

@@ -6,7 +6,7 @@ epoch by the scheduler's clock.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, ClassVar, Final, TypeVar
@@ -295,6 +295,18 @@ def known(kind: type, row: Mapping[str, Any]) -> dict[str, Any]:
     return {one.name: row[one.name] for one in fields(kind) if one.name in row}
 
 
+def transfers(metrics: Mapping[str, Any]) -> Iterator[Transfer]:
+    """Yield the transfers that a worker's heartbeat tells of."""
+    for name in TRAFFIC:
+        for row in metrics.get(name, ()):
+            yield Transfer(**known(Transfer, row))
+
+
+# The metric with a row for each device in a worker's heartbeat, those with a row for each pair of
+# devices, and the name of the device in a task's metadata.
+METRIC: Final = "devctx"
+TRAFFIC: Final = ("devctx-traffic", "devctx-ipc")
+DEVICE: Final = "device"
 # The end of a copy that is the worker's host memory.
 HOST: Final = "host"
 # The kinds of memory that a row counts as ``memory_…``: those of the whole device, those that each

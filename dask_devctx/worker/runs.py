@@ -28,7 +28,7 @@ from dask_devctx.dask_internals import tasks
 from dask_devctx.dask_internals.threads import send_next_task_to
 from dask_devctx.dask_internals.worker import told_after
 from dask_devctx.errors import DeviceFailedError, DeviceNotFoundError
-from dask_devctx.scheduler.counts import DEVICE
+from dask_devctx.scheduler.rows import DEVICE
 from dask_devctx.worker.placement.admission import Admission, share_units
 from dask_devctx.worker.run import DeviceRun, HostRun, Refused
 from dask_devctx.worker.tracebacks import of_the_user

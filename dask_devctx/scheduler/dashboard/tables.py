@@ -13,11 +13,11 @@ from dask.utils import format_bytes
 from distributed import Scheduler
 
 from dask_devctx.errors import counted
-from dask_devctx.scheduler.counts import transfers as moved
 from dask_devctx.scheduler.dashboard.feed import Batch, Interval, Lanes
 from dask_devctx.scheduler.dashboard.figures import STALE_S, TRANSPORTS, Colours
 from dask_devctx.scheduler.history import DeviceHistory
 from dask_devctx.scheduler.rows import Incident, Transfer, added
+from dask_devctx.scheduler.rows import transfers as moved
 
 _TABLE: Final = """
 :host {{ overflow: auto; color: {text}; font: 13px Helvetica, Arial, sans-serif; }}
@@ -159,10 +159,7 @@ def transfers(scheduler: Scheduler, lanes: Lanes) -> dict[tuple[str, str, str], 
         alone = len(uuids) == 1 and uuids[0] in names
         names[address] = names[uuids[0]] if alone else f"host memory of {known.name}"
 
-    rows = [row for ws in scheduler.workers.values() for row in moved(ws.metrics)]
-    for plugin in scheduler.plugins.values():  # those of workers that left
-        rows += getattr(getattr(plugin, "counts", None), "transfers", {}).values()
-    for row in rows:
+    for row in (row for ws in scheduler.workers.values() for row in moved(ws.metrics)):
         source, target, transport = row.ends
         ends = names.get(source, source), names.get(target, target), transport
         totals[ends] = added(row, totals[ends]) if ends in totals else row

@@ -17,8 +17,7 @@ from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.worker import metric
 from dask_devctx.errors import DevctxError
-from dask_devctx.scheduler.counts import METRIC
-from dask_devctx.scheduler.rows import DeviceCounts, TaskRun, memory_field
+from dask_devctx.scheduler.rows import METRIC, DeviceCounts, TaskRun, memory_field
 from dask_devctx.worker.metrics.history import History
 from dask_devctx.worker.placement.admission import Admission, DeviceState
 
