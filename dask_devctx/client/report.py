@@ -299,7 +299,7 @@ def _table(report: Report) -> tuple[Sequence[str], list[Sequence[object]]]:
     *each, summed = _devices(report)
     columns = _BY_DEVICE
     if any(device.spills for device in report.devices):
-        columns = (*_BY_DEVICE[:-3], "memory used", "kept of limit", "on the host")
+        columns = (*_BY_DEVICE[:5], "memory used", "kept of limit", "on the host")
     last = rows([summed], columns)[0][1:]
     return ("device", *columns), [*rows(each, columns), [f"all {len(each)}", *last]]
 

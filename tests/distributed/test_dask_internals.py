@@ -140,9 +140,9 @@ STEPS = {step for way in TABLES for step in re.findall(r"\w+", way.rpartition(":
 # Those of the tables that mean one thing only, and others that no table can have.
 PRIVATE = {step for step in STEPS if re.match("_[a-z]", step)} - {"_max_workers"} | {
     *("active_keys", "actors", "batched_send", "coerce_address", "coerce_hostname"),
-    *("valid_workers", "handlers", "convert_legacy_graph"),
+    *("valid_workers", "handlers"),
     *("FrameBase", "fuse_roots", "GraphNode", "host_info", "host_restrictions", "nanny", "_i"),
-    *("MaterializedLayer", "numel_lookup", "_numel_arraylike", "optimize_blockwise"),
+    *("numel_lookup", "_numel_arraylike", "optimize_blockwise"),
     *("periodic_callbacks", "stream_handlers", "thread_state"),
     *("transitions", "worker_restrictions", "register_worker_plugin"),
     "worker_spec",

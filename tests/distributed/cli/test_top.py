@@ -91,7 +91,8 @@ def test_values_on_the_host_are_shown_with_the_limit() -> None:
         assert not line.rstrip().endswith(" 0 B")
         (row,) = report(client).devices
         head, line, *_ = str(report(client)).splitlines()
-        assert head.endswith("kept of limit         on the host")
+        assert "kept of limit" in head
+        assert len(head) <= 100
         assert " of 195.3 KiB" in line
         assert line.endswith(nbytes_text(row.memory_spilled))
 
