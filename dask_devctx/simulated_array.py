@@ -19,16 +19,11 @@ import numpy as np
 from cuda.bindings import driver as types
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from dask_devctx import driver
+from dask_devctx import driver, errors
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.relaxed import LEGACY_STREAM
-from dask_devctx.errors import (
-    DevctxError,
-    DeviceMemoryError,
-    DeviceMismatchError,
-    DriverUnavailableError,
-)
+from dask_devctx.errors import DevctxError, DeviceMemoryError, DeviceMismatchError
 from dask_devctx.transfer import device_of, nbytes_by_device, to_device
 from dask_devctx.transfer.location import Memory, memory_of
 from dask_devctx.transfer.move import to_host
@@ -299,7 +294,7 @@ class _Memory:
     def __init__(self, device: Device, nbytes: int) -> None:
         self._backend = backend = device._backend
         if not backend.simulated:
-            raise DriverUnavailableError(
+            raise errors.DriverUnavailableError(
                 "SimulatedArray lives on simulated devices and this process has real ones",
                 f"Use CuPy's array, or set {driver.SIMULATED_DEVICES_VARIABLE}",
             )

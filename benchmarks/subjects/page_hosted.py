@@ -25,11 +25,10 @@ from tornado.httpclient import AsyncHTTPClient
 from tornado.websocket import websocket_connect
 
 from benchmarks.subjects.scale_hosted import METRICS, StandInComm
-from dask_devctx.scheduler.counts import METRIC
 from dask_devctx.scheduler.history import HISTORY, DeviceHistory
 from dask_devctx.scheduler.messages import ANNOUNCE, PROTOCOL
 from dask_devctx.scheduler.routing import DeviceRouting
-from dask_devctx.scheduler.rows import DeviceCounts
+from dask_devctx.scheduler.rows import METRIC, DeviceCounts
 from dask_devctx.worker.metrics.history import History
 
 _HEARTBEAT_S = 0.5

@@ -297,9 +297,9 @@ def _devices(report: Report) -> list[LiveDevice]:
 
 def _table(report: Report) -> tuple[Sequence[str], list[Sequence[object]]]:
     *each, summed = _devices(report)
-    columns = _BY_DEVICE
+    columns: tuple[str, ...] = _BY_DEVICE
     if any(device.spills for device in report.devices):
-        columns = (*_BY_DEVICE[:5], "memory used", "kept of limit", "on the host")
+        columns = (*_BY_DEVICE[:5], "kept of limit", "on the host")
     last = rows([summed], columns)[0][1:]
     return ("device", *columns), [*rows(each, columns), [f"all {len(each)}", *last]]
 

@@ -51,6 +51,7 @@ _BY_OWNER: Final = {
     "dask._task_spec:GraphNode.": "is_coro",
     "dask._task_spec:Task.": "args func kwargs",
     "dask.blockwise:": "fuse_roots optimize_blockwise",
+    "dask.highlevelgraph:": "MaterializedLayer",
     "distributed.worker_state_machine:": (
         "ExecuteFailureEvent ExecuteSuccessEvent GatherDepFailureEvent GatherDepSuccessEvent"
     ),

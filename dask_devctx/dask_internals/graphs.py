@@ -9,10 +9,11 @@ from __future__ import annotations
 import sys
 
 from dask.blockwise import fuse_roots, optimize_blockwise
+from dask.highlevelgraph import MaterializedLayer
 
 from dask_devctx.dask_internals import unsupported
 
-__all__ = ["count_elements_on_device", "fuse_roots", "optimize_blockwise"]
+__all__ = ["MaterializedLayer", "count_elements_on_device", "fuse_roots", "optimize_blockwise"]
 
 
 def count_elements_on_device(kind: type) -> bool:

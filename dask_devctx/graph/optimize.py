@@ -12,14 +12,13 @@ this package. So they use nothing of it but names of dask's own functions.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from copy import copy
 from functools import partial
 from typing import Any
 
 from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph
 
-from dask_devctx.dask_internals.graphs import fuse_roots, optimize_blockwise
+from dask_devctx.dask_internals.graphs import MaterializedLayer, fuse_roots, optimize_blockwise
 
 # The annotations of this package; the values of the first two may be None, which means no device.
 NAMES = frozenset({"device", "devices", "device_share", "device_memory", "rerun"})
@@ -64,13 +63,17 @@ def _flat(keys: Any) -> set[Hashable]:
 
 def _kept(dsk: HighLevelGraph, wanted: set[Hashable]) -> HighLevelGraph:
     """Return the part of a graph that is wanted; its annotations survive the scheduler."""
-    dsk = dsk.cull(wanted)
     layers = {}
-    for name, layer in dsk.layers.items():
-        layers[name] = layer = copy(layer)
+    for name, layer in dsk.cull(wanted).layers.items():
         given = (layer.annotations or {}).items()
-        layer.annotations = {annotation: partial(_answer, annotation, v) for annotation, v in given}
-    return HighLevelGraph(layers, dsk.dependencies)
+        own = {annotation: partial(_answer, annotation, value) for annotation, value in given}
+        layers[name] = MaterializedLayer(dict(layer), annotations=own)
+    found = {key: name for name, layer in layers.items() for key in layer}
+    dependencies = {  # dask's own cull leaves them empty
+        name: {found[dep] for key in layer for dep in layer.get_dependencies(key, found)} - {name}
+        for name, layer in layers.items()
+    }
+    return HighLevelGraph(layers, dependencies)
 
 
 def _answer(name: str, value: Any, key: Hashable) -> Any:

@@ -142,7 +142,7 @@ PRIVATE = {step for step in STEPS if re.match("_[a-z]", step)} - {"_max_workers"
     *("active_keys", "actors", "batched_send", "coerce_address", "coerce_hostname"),
     *("valid_workers", "handlers"),
     *("FrameBase", "fuse_roots", "GraphNode", "host_info", "host_restrictions", "nanny", "_i"),
-    *("numel_lookup", "_numel_arraylike", "optimize_blockwise"),
+    *("MaterializedLayer", "numel_lookup", "_numel_arraylike", "optimize_blockwise"),
     *("periodic_callbacks", "stream_handlers", "thread_state"),
     *("transitions", "worker_restrictions", "register_worker_plugin"),
     "worker_spec",
