@@ -32,8 +32,8 @@ FILES = {"dask_devctx": 167}
 CIRCLE = 2
 # On the scheduler, on the worker's event loop, and on the device's thread.
 CALLS = {
-    "empty": {"scheduler": 5.9, "loop": 23.6, "thread": 34.8},
-    "input and result": {"scheduler": 4.0, "loop": 26.6, "thread": 70.8},
+    "empty": {"scheduler": 4.9, "loop": 23.6, "thread": 34.8},
+    "input and result": {"scheduler": 3.0, "loop": 26.6, "thread": 70.8},
 }
 
 ROOT = Path(__file__).parents[1]
