@@ -22,7 +22,7 @@ from dask_devctx.dask_internals.worker import has_automatic_limit, limited_memor
 from dask_devctx.errors import counted
 from dask_devctx.worker.actors import DeviceActors
 from dask_devctx.worker.allocators import allocating
-from dask_devctx.worker.comms import landing, serialization
+from dask_devctx.worker.comms import in_place_of_the_first, landing_on, serialization
 from dask_devctx.worker.failures.attribution import Failure
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.shutdown import begin_the_end
@@ -45,8 +45,7 @@ from dask_devctx.worker.threads.executors import device_threads
 from dask_devctx.worker.threads.interpreter import import_early, set_for_devices, switch_interval
 from dask_devctx.worker.values.accounting import COUNTS, limit_nbytes
 from dask_devctx.worker.values.copies import Copies
-from dask_devctx.worker.values.store import Store
-from dask_devctx.worker.values.storing import storing
+from dask_devctx.worker.values.store import Store, storing
 from dask_devctx.worker.values.use import register_nodes
 
 # A child of dask's own: it is a line of the worker's log as dask's own are.
@@ -164,7 +163,7 @@ class DeviceExtension:
                 self.record,
                 share=share,
                 unannotated=unannotated,
-                landing=landing.in_place_of_the_first(used),
+                landing=in_place_of_the_first(used),
                 store=self.store,
                 failure=self.failure,
                 nvtx=import_module("nvtx") if options.nvtx else None,
@@ -201,7 +200,7 @@ class DeviceExtension:
             self.limits = {  # without a limit, tasks may reserve all memory of a device
                 one: limit_nbytes(one, limit) or limit_nbytes(one, 1.0) or 0 for one in devices
             }
-            taking.enter_context(landing.landing_on(self._worker, devices))
+            taking.enter_context(landing_on(self._worker, devices))
             import_early(options.pre_import or ())
             taking.enter_context(allocating(self._worker, devices, options))
             steps.push(taking.pop_all())

@@ -2,6 +2,6 @@
 
 The sender packs a value (:mod:`.parcel`): a pickle without the bytes on a device, and a list of
 those bytes. It copies them into staging memory (:mod:`.sending`), which other processes may open.
-The receiver allocates memory with the value's own library (:mod:`.frames`), opens the staging
-memory once (:mod:`.receiving`), copies, and unpacks. Both agree by :mod:`.messages`.
+The receiver allocates memory with the value's own library, opens the staging memory once
+(:mod:`.receiving`), copies, and unpacks.
 """

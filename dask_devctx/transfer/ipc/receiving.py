@@ -12,9 +12,8 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.errors import DevctxError
 from dask_devctx.transfer.events import is_captured
 from dask_devctx.transfer.ipc import lanes
-from dask_devctx.transfer.ipc.frames import allocate
 from dask_devctx.transfer.ipc.lanes import Lane
-from dask_devctx.transfer.ipc.messages import Header, Place
+from dask_devctx.transfer.ipc.parcel import Header, Place, allocate
 from dask_devctx.transfer.ipc.ranges import in_a_row
 
 

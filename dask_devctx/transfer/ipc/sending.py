@@ -14,9 +14,8 @@ from dask_devctx.driver import statuses
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer.events import Stamp
 from dask_devctx.transfer.ipc import lanes
-from dask_devctx.transfer.ipc.frames import Part
 from dask_devctx.transfer.ipc.lanes import Lane
-from dask_devctx.transfer.ipc.messages import Place
+from dask_devctx.transfer.ipc.parcel import Part, Place
 from dask_devctx.transfer.ipc.ranges import Ranges, aligned, in_a_row
 
 # The smallest allocation, and the smallest limit of a device.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import weakref
 from collections import OrderedDict
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.transfer.events import torch_stream
+from dask_devctx.transfer.ipc.parcel import Part, Parts, Reduce
 from dask_devctx.transfer.libraries import known
 from dask_devctx.transfer.location import Memory, nbytes_by_device
 from dask_devctx.transfer.move import current_move, to_device
@@ -201,6 +203,76 @@ def _current_name(where: Any) -> Any:
     if where.type != "cuda" or where.index is None or current is None:
         return where
     return _name_of(current)
+
+
+# -- packed: torch itself pickles a tensor around its storage. So every type and layout arrives that
+# torch can pickle, and tensors that share a storage still share it afterwards.
+
+
+def pickled_by(kind: type) -> Reduce | None:
+    """Return the function that pickles a type of torch without its device memory, or None."""
+    if issubclass(kind, torch.Tensor):
+        return _tensor
+    if issubclass(kind, torch.storage.TypedStorage):
+        return _typed
+    if issubclass(kind, torch.UntypedStorage):
+        return _untyped
+    return None
+
+
+def _tensor(tensor: Any, parts: Parts) -> Any:
+    if not tensor.is_cuda:
+        return NotImplemented
+    if type(tensor) is torch.Tensor and tensor.dtype in _unreadable():
+        layout = tensor.storage_offset(), tensor.size(), tensor.stride()
+        made = _set_around, (tensor.untyped_storage(), tensor.dtype, *layout, tensor.requires_grad)
+    elif tensor.is_leaf and tensor.grad is not None:
+        made = tensor.__reduce_ex__(5)  # it leaves the gradient out
+    else:
+        return NotImplemented
+    if not tensor.is_leaf or tensor.grad is None:
+        return made
+    return (*made[:2], tensor.grad, None, None, _set_grad)
+
+
+@functools.cache
+def _unreadable() -> frozenset[Any]:
+    """Return the types of which torch pickles a tensor so that only ``torch.load`` can read it."""
+    named = ("float8", "float4", "uint", "bits")
+    found = (dtype for name, dtype in vars(torch).items() if name.startswith(named))
+    return frozenset(one for one in found if isinstance(one, torch.dtype)) - {torch.uint8}
+
+
+def _set_around(
+    storage: Any, dtype: Any, offset: int, size: Any, stride: Any, requires_grad: bool
+) -> Any:
+    tensor = torch.empty(0, dtype=dtype, device=storage.device)
+    return tensor.set_(storage, offset, size, stride).requires_grad_(requires_grad)
+
+
+def _set_grad(tensor: Any, grad: Any) -> None:
+    tensor.grad = grad
+
+
+def _typed(storage: Any, parts: Parts) -> Any:
+    inner = storage._untyped_storage
+    if inner.device.type != "cuda":
+        return NotImplemented
+    return _as_typed, (_part(inner, parts), storage.dtype)
+
+
+def _as_typed(storage: Any, dtype: Any) -> Any:
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def _untyped(storage: Any, parts: Parts) -> Any:
+    if storage.device.type != "cuda":
+        return NotImplemented
+    return operator.itemgetter(0), ((_part(storage, parts),),)
+
+
+def _part(storage: Any, parts: Parts) -> object:
+    return parts.add(Part(storage.data_ptr(), storage.nbytes(), "torch", None, storage))
 
 
 def register() -> None:

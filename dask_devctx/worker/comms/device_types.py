@@ -18,9 +18,8 @@ from distributed.protocol.serialize import ObjectDictSerializer
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.transfer import nbytes_by_device, walk
-from dask_devctx.transfer.ipc.frames import Part, allocators, is_on_device, part_of
 from dask_devctx.transfer.ipc.lanes import FEW
-from dask_devctx.transfer.ipc.parcel import Parts, Reduce
+from dask_devctx.transfer.ipc.parcel import Part, Parts, Reduce, allocators, is_on_device, part_of
 from dask_devctx.transfer.location import memory_of
 
 _NUMBERS: Final = (int, float, complex, bool, type(None))
@@ -34,13 +33,13 @@ def _find(kind: type) -> Reduce | None:
     """
     libraries = _libraries(kind)
     if "torch" in libraries:
-        from dask_devctx.transfer.ipc import torch
+        from dask_devctx.transfer.libraries import torch
 
-        return torch.find(kind)
+        return torch.pickled_by(kind)
     if libraries & {"jax", "jaxlib"}:
-        from dask_devctx.transfer.ipc import jax
+        from dask_devctx.transfer.libraries import jax
 
-        return jax.find(kind)
+        return jax.pickled_by(kind)
     if kind.__name__ == "SimulatedArray" and libraries & {"dask_devctx"}:
         return _simulated
     try:

@@ -25,8 +25,7 @@ from dask_devctx.errors import DriverError
 from dask_devctx.transfer.ipc.sending import Staging
 from dask_devctx.worker.peers import receive
 from dask_devctx.worker.peers.connections import Connections, Message
-from dask_devctx.worker.peers.local import Local
-from dask_devctx.worker.peers.pairs import Pairs
+from dask_devctx.worker.peers.local import Local, Pairs
 from dask_devctx.worker.peers.receive import Receiver
 from dask_devctx.worker.peers.send import Prepared, Sender, on_devices
 

@@ -26,8 +26,7 @@ from dask_devctx.dask_internals.connections import (
 )
 from dask_devctx.dask_internals.worker import wrapped_handler
 from dask_devctx.errors import DriverError
-from dask_devctx.worker.peers.local import Local
-from dask_devctx.worker.peers.pairs import Pairs
+from dask_devctx.worker.peers.local import Local, Pairs
 
 logger = logging.getLogger(__name__)
 

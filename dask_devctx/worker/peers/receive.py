@@ -11,12 +11,10 @@ from distributed.protocol.serialize import register_serialization_family
 
 from dask_devctx.cuda.out_of_memory import allocated, is_out_of_memory
 from dask_devctx.errors import DevctxError, DriverError
-from dask_devctx.transfer.ipc.messages import Header
-from dask_devctx.transfer.ipc.parcel import unpack
+from dask_devctx.transfer.ipc.parcel import Header, unpack
 from dask_devctx.transfer.ipc.receiving import Receiving
 from dask_devctx.worker.peers.connections import ReadThroughHostError, could_not_be_read
-from dask_devctx.worker.peers.local import FAMILY, QUICK_NBYTES, QUICK_S, Local
-from dask_devctx.worker.peers.pairs import Pairs
+from dask_devctx.worker.peers.local import FAMILY, QUICK_NBYTES, QUICK_S, Local, Pairs
 
 
 class Arriving:

@@ -17,8 +17,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.transfer import Stamp, nbytes_by_device
 from dask_devctx.transfer.events import is_captured, wait_for_captures
-from dask_devctx.transfer.ipc.messages import Header
-from dask_devctx.transfer.ipc.parcel import Parcel, pack
+from dask_devctx.transfer.ipc.parcel import Header, Parcel, pack
 from dask_devctx.transfer.ipc.sending import Sending
 from dask_devctx.worker.comms.device_types import are_few, find
 from dask_devctx.worker.peers.local import FAMILY, QUICK_NBYTES, QUICK_S, Local

@@ -13,8 +13,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.transfer.events import Stamp, hold, is_captured
 from dask_devctx.transfer.ipc import lanes
-from dask_devctx.transfer.ipc.frames import Part, allocate
-from dask_devctx.transfer.ipc.parcel import Parcel, Parts, pack, unpack
+from dask_devctx.transfer.ipc.parcel import Parcel, Part, Parts, allocate, pack, unpack
 from dask_devctx.transfer.page_locked import HostBlock
 from dask_devctx.worker.comms.device_types import are_arrays, find, find_views
 

@@ -15,7 +15,7 @@ from distributed.protocol.cuda import cuda_deserialize, cuda_serialize
 
 from dask_devctx import Device, DevicePlugin, SimulatedArray, driver, report
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.worker.peers import pairs
+from dask_devctx.worker.peers import local as pairs
 from tests.distributed import peers
 
 Pair = tuple[Client, list[str]]
@@ -100,7 +100,7 @@ class Table:
 
 
 def register_table() -> None:
-    from dask_devctx.transfer.ipc import frames
+    from dask_devctx.transfer.ipc.parcel import allocators
 
     def allocate(nbytes: int, detail: Any, device: Device) -> Any:
         frame = Frame(nbytes)
@@ -108,7 +108,7 @@ def register_table() -> None:
 
     cuda_serialize.register(Table, lambda table: ({"names": table.names}, [table.frame]))
     cuda_deserialize.register(Table, lambda header, frames: Table(frames[0], header["names"]))
-    frames.allocators["numba"] = allocate  # of a type that takes any memory
+    allocators["numba"] = allocate  # of a type that takes any memory
 
 
 def table() -> Table:

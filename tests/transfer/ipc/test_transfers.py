@@ -20,9 +20,17 @@ from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer import stamp
 from dask_devctx.transfer.ipc import lanes
-from dask_devctx.transfer.ipc.frames import Part
-from dask_devctx.transfer.ipc.messages import Described, Header, Place
-from dask_devctx.transfer.ipc.parcel import Parcel, Parts, Reduce, pack, unpack
+from dask_devctx.transfer.ipc.parcel import (
+    Described,
+    Header,
+    Parcel,
+    Part,
+    Parts,
+    Place,
+    Reduce,
+    pack,
+    unpack,
+)
 from dask_devctx.transfer.ipc.ranges import ALIGNMENT, Ranges, aligned, in_a_row
 from dask_devctx.transfer.ipc.receiving import OpenedBuffers, Receiving
 from dask_devctx.transfer.ipc.sending import Sending, Staging
