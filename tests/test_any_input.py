@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from dask_devctx import DevicePlugin
 from dask_devctx import driver as simulated
 from dask_devctx.annotations import HOST_ONLY, requested_device
-from dask_devctx.cuda.discovery import DeviceInfo, Inventory
-from dask_devctx.cuda.naming import find
+from dask_devctx.cuda.naming import DeviceInfo, Inventory, find
 from dask_devctx.errors import DeviceNotFoundError, DriverUnavailableError
 
 UUID = "GPU-b33ebc8c-95a3-9648-c914-5259efe7a11e"

@@ -15,8 +15,8 @@ from dask_devctx import config
 from dask_devctx.cli.connection import connected, finds_scheduler
 from dask_devctx.client.live import aligned
 from dask_devctx.config.options import Options
-from dask_devctx.cuda.discovery import DeviceInfo
 from dask_devctx.cuda.inspection import Machine, inspect_machine
+from dask_devctx.cuda.naming import DeviceInfo
 from dask_devctx.errors import counted, nbytes_text
 from dask_devctx.plugin import DevicePlugin
 

@@ -12,7 +12,7 @@ from typing import Literal, overload
 from dask_devctx import driver
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.primary import AnyContext, PrimaryContext
-from dask_devctx.cuda.properties import ContextFlags, joined, written
+from dask_devctx.cuda.properties import ContextFlags, joined
 from dask_devctx.cuda.scope import lives, raise_or_note
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.process_lock import ProcessLock
@@ -70,9 +70,7 @@ class Context(AnyContext, metaclass=ABCMeta):
     def __init__(self, device: object, *more: Flags, flags: Flags = ()) -> None:
         self._owned = False  # until it is made
         if isinstance(device, ContextFlags):  # a number, which would name some device
-            raise TypeError(
-                f"a context needs its device before its flags: Context(0, {written(device)})"
-            )
+            raise TypeError(f"a context needs its device before its flags: Context(0, {device!r})")
         wanted = joined([more, flags])
         self._device = Device(device)
         self._backend = self._device._backend

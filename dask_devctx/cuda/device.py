@@ -8,12 +8,11 @@ from typing import NamedTuple, Self, final
 
 from dask_devctx import driver
 from dask_devctx.cuda import discovery, naming
-from dask_devctx.cuda.discovery import DeviceInfo
+from dask_devctx.cuda.naming import DeviceInfo
 from dask_devctx.cuda.primary import PrimaryContext
 from dask_devctx.cuda.synchronized import RunningScope
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.process_lock import ProcessLock
-from dask_devctx.errors import DevctxError
 
 
 class ComputeCapability(NamedTuple):
@@ -164,19 +163,6 @@ class Device(RunningScope):
         # nothing up.
         ordinal = discovery.ordinal_if_known(self._backend, self._uuid)
         return f"<Device cuda:{'?' if ordinal is None else ordinal} ({self._uuid})>"
-
-    def _repr_html_(self) -> str:
-        try:
-            info = self.info
-        except DevctxError as error:  # it was unpickled where it does not exist
-            return html_table("Device", {"uuid": self.uuid, "problem": str(error)})
-        memory = discovery.memory_info(self._backend, info)
-        rows = {"name": info.name, "uuid": info.uuid, "PCI bus id": info.pci_bus_id}
-        if memory is not None:
-            free, total = (f"{nbytes / 2**30:.1f} GiB" for nbytes in memory)
-            rows["memory"] = f"{free} of {total} free"
-        known = {name: value for name, value in rows.items() if value is not None}
-        return html_table(f"Device cuda:{info.device_id}", known)
 
     def __str__(self) -> str:
         return f"cuda:{self.device_id}"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from dask_devctx import driver
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
-from dask_devctx.cuda.discovery import DeviceInfo
+from dask_devctx.cuda.naming import DeviceInfo
 from dask_devctx.errors import DevctxError
 
 logger = logging.getLogger(__name__)

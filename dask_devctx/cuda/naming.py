@@ -235,19 +235,11 @@ def _jax_ordinal(device: Any) -> int:
     return operator.index(device.local_hardware_id)
 
 
-def _cupy_ordinal(device: Any) -> int:
-    return operator.index(device.id)
-
-
-def _numba_ordinal(device: Any) -> int:
-    return int(device.id)  # a CUdevice: only int() turns it into a number
-
-
 # By the first part of the module that defines the object's class. This imports nothing.
 _FOREIGN: dict[str, Callable[[Any], int | None]] = {
     "torch": _torch_ordinal,
-    "cupy": _cupy_ordinal,
-    "numba": _numba_ordinal,
+    "cupy": lambda device: operator.index(device.id),
+    "numba": lambda device: int(device.id),  # a CUdevice: only int() turns it into a number
     "jaxlib": _jax_ordinal,
     "jax": _jax_ordinal,
     "cuda": lambda device: operator.index(device.device_id),

@@ -96,26 +96,19 @@ class DeviceFunction(ScopedFunction[P, T]):
     which: object
 
     def __init__(self, which: object, fn: Callable[P, T], synchronize: bool = False) -> None:
-        super().__init__(fn, f"on_device({which!r}{', synchronize=True' * synchronize})")
+        super().__init__(None, fn, f"on_device({which!r}{', synchronize=True' * synchronize})")
         self.which = which
         self.synchronize = synchronize
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        if self.which.__class__ is list:
-            return self._on_all(*args, **kwargs)
-        device = Device(self.which)
-        if self.synchronize:
-            return device.synchronized().run(self.__wrapped__, *args, **kwargs)
-        result: T = call(device, self.__wrapped__, *args, **kwargs)
-        return result
-
-    def _on_all(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        named: Any = self.which
-        scope: Any = Together([Device(one) for one in named])
-        if self.synchronize:
-            result: T = Synchronized[Any](scope).run(self.__wrapped__, *args, **kwargs)
+        scope: Any
+        if isinstance(self.which, list):
+            scope = Together([Device(one) for one in self.which])
         else:
-            result = call(scope, self.__wrapped__, *args, **kwargs)
+            scope = Device(self.which)
+        if self.synchronize:
+            scope = Synchronized(scope)
+        result: T = call(scope, self.__wrapped__, *args, **kwargs)
         return result
 
     def _rebuilt(self) -> tuple[Any, ...]:

@@ -48,40 +48,24 @@ class ContextFlags(enum.IntFlag):
 _SCHEDULING = ContextFlags.SCHED_SPIN | ContextFlags.SCHED_YIELD | ContextFlags.SCHED_BLOCKING_SYNC
 
 
-def written(flags: ContextFlags) -> str:
-    """Return the flags as they are written in code."""
-    names = [one.name for one in ContextFlags if one & flags] or [ContextFlags.SCHED_AUTO.name]
-    return " | ".join(f"ContextFlags.{name}" for name in names)
-
-
-def joined(flags: ContextFlags | Iterable[object]) -> int:
+def joined(flags: object) -> int:
     """Return a flag, or all flags of an iterable, as one number for the driver."""
-    wanted = _number(flags)
-    unknown = wanted & ~sum(map(int, ContextFlags))
-    if unknown:
-        names = ", ".join(f"{one.name} ({one:#x})" for one in ContextFlags.__members__.values())
-        raise ValueError(
-            f"a context has no flag {unknown:#x}, which is in {wanted:#x}; there are {names}"
+    if isinstance(flags, int) and not isinstance(flags, bool):
+        wanted = int(flags)
+    elif isinstance(flags, Iterable) and not isinstance(flags, str):
+        wanted = functools.reduce(operator.or_, map(joined, flags), 0)
+    else:
+        raise TypeError(
+            "a context's flags are ContextFlags, such as ContextFlags.SCHED_SPIN; got "
+            f"{flags!r} of type {type(flags).__name__}"
         )
-    ways = [one.name for one in ContextFlags if one & wanted & _SCHEDULING]
-    if len(ways) > 1:
+    if wanted & ~sum(ContextFlags) or (wanted & _SCHEDULING).bit_count() > 1:
+        names = ", ".join(f"{one.name} ({one:#x})" for one in ContextFlags)
         raise ValueError(
-            f"the flags {' and '.join(map(str, ways))} exclude each other, got {wanted:#x}: a "
-            "context waits in one way. Give one of SCHED_SPIN, SCHED_YIELD and "
-            "SCHED_BLOCKING_SYNC, or none for SCHED_AUTO"
+            f"no context has the flags {wanted:#x}: there are {names}. SCHED_SPIN, SCHED_YIELD and "
+            "SCHED_BLOCKING_SYNC exclude each other: a context waits in one way"
         )
     return wanted
-
-
-def _number(flags: object) -> int:
-    if isinstance(flags, int) and not isinstance(flags, bool):
-        return int(flags)
-    if isinstance(flags, Iterable) and not isinstance(flags, str):
-        return functools.reduce(operator.or_, map(_number, flags), 0)
-    raise TypeError(
-        "a context's flags are ContextFlags, such as ContextFlags.SCHED_SPIN; got "
-        f"{flags!r} of type {type(flags).__name__}"
-    )
 
 
 # -- limits

@@ -11,10 +11,8 @@ import sys
 import types
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
-from contextlib import AbstractContextManager
 from typing import Any, Final, Generic, ParamSpec, Protocol, TypeVar
 
-from dask_devctx.cuda.scope import Scope
 from dask_devctx.errors import DevctxError
 
 P = ParamSpec("P")
@@ -31,29 +29,21 @@ class _Suspending(Protocol):
     def close(self) -> Any: ...
 
 
-class Waiting(Protocol):
-    """A scope that waits for work on leaving: see :mod:`dask_devctx.cuda.synchronized`."""
-
-    def __enter__(self) -> Any: ...
-    def __exit__(self, *exc: Any) -> Any: ...
-    def at_the_end(self) -> AbstractContextManager[None]: ...
+_Scope = Any  # a context manager; one with `then_wait` waits for its work: synchronized()
 
 
-def call(scope: Scope, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def call(scope: _Scope, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Return ``fn(*args, **kwargs)``, run inside the scope, for any kind of function."""
-    return within(scope, enter_and_call(scope, fn, *args, **kwargs))
-
-
-def enter_and_call(scope: Scope, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Return ``fn(*args, **kwargs)``, called inside the scope."""
-    result = _NOTHING
+    result, entered = _NOTHING, scope
+    if hasattr(scope, "then_wait"):
+        entered, fn, args = scope.scope, scope.then_wait, (fn, *args)
     try:
-        with scope:
+        with entered:
             result = fn(*args, **kwargs)
     except DevctxError as error:
         _keep_result(error, result)
         raise
-    return result
+    return within(scope, result)
 
 
 def _keep_result(error: DevctxError, result: Any) -> None:
@@ -70,13 +60,12 @@ def _keep_result(error: DevctxError, result: Any) -> None:
 SUSPENDED: Final = types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType
 
 
-def within(scope: Scope, result: Any, waiting: Waiting | None = None) -> Any:
+def within(scope: _Scope, result: Any) -> Any:
     """Return a wrapper of a coroutine or generator that runs it inside the scope."""
-    # It has the same kind and name. Any other result is returned unchanged. `waiting` is a scope
-    # that waits for its work before a result or item leaves.
+    # It has the same kind and name. Any other result is returned unchanged.
     outer: Any
     if isinstance(result, types.CoroutineType):
-        outer = _coroutine(scope, result, waiting)
+        outer = _coroutine(scope, result)
         # An outer one that is cancelled before its first step never starts the inner one. Python
         # would then warn that the inner one was never awaited.
         weakref.finalize(outer, _close_unstarted, result).atexit = False
@@ -84,12 +73,9 @@ def within(scope: Scope, result: Any, waiting: Waiting | None = None) -> Any:
         # A generator that types.coroutine decorates can be awaited.
         import inspect  # imported late: it takes longer than all other imports here together
 
-        if inspect.isawaitable(result):
-            outer = awaiting(scope, _waited(waiting, result))
-        else:
-            outer = drive(waiting or scope, result)
+        outer = (awaiting if inspect.isawaitable(result) else drive)(scope, result)
     elif isinstance(result, types.AsyncGeneratorType):
-        outer = _asynchronous_generator(scope, result, waiting)
+        outer = _asynchronous_generator(scope, result)
     else:
         return result
     outer.__name__, outer.__qualname__ = result.__name__, result.__qualname__
@@ -103,7 +89,7 @@ def _close_unstarted(inner: Coroutine[Any, Any, Any]) -> None:
         inner.close()
 
 
-def drive(scope: AbstractContextManager[Any], inner: _Suspending) -> Generator[Any, Any, Any]:
+def drive(scope: _Scope, inner: _Suspending) -> Generator[Any, Any, Any]:
     """Run ``inner``, entering the scope at each resume and leaving it at each suspend."""
     # This yields its items, passes on all that is sent and thrown, GeneratorExit included, and
     # returns its result.
@@ -131,24 +117,27 @@ def drive(scope: AbstractContextManager[Any], inner: _Suspending) -> Generator[A
 
 
 @types.coroutine
-def awaiting(scope: AbstractContextManager[Any], inner: Any) -> Generator[Any, Any, Any]:
+def awaiting(scope: _Scope, inner: Any) -> Generator[Any, Any, Any]:
     """Return an awaitable that awaits ``inner`` with the scope entered at each resume."""
+    if hasattr(scope, "then_wait"):  # it waits at the end alone, not at each `await`
+        inner = _and_wait(scope, inner)
+        scope = scope.scope
     return (yield from drive(scope, inner))
 
 
-def _waited(waiting: Waiting | None, inner: Any) -> Any:
-    """Return an awaitable like ``inner`` that waits for its work before it returns."""
-    return inner if waiting is None else _with_wait(waiting, inner)
-
-
 @types.coroutine
-def _with_wait(waiting: Waiting, inner: Any) -> Generator[Any, Any, Any]:
-    with waiting.at_the_end():
-        return (yield from inner)
+def _and_wait(scope: Any, inner: Any) -> Generator[Any, Any, Any]:
+    try:
+        result = yield from inner
+    except BaseException as error:
+        scope.wait(error)
+        raise
+    scope.wait(None)
+    return result
 
 
-async def _coroutine(scope: Scope, inner: Coroutine[Any, Any, T], waiting: Waiting | None) -> T:
-    result: T = await awaiting(scope, _waited(waiting, inner))
+async def _coroutine(scope: _Scope, inner: Coroutine[Any, Any, T]) -> T:
+    result: T = await awaiting(scope, inner)
     return result
 
 
@@ -165,12 +154,12 @@ async def _or_end(step: Awaitable[T]) -> T:
 
 
 async def _asynchronous_generator(
-    scope: Scope, inner: AsyncGenerator[T, Any], waiting: Waiting | None
+    scope: _Scope, inner: AsyncGenerator[T, Any]
 ) -> AsyncGenerator[T, Any]:
     step: Any = _or_end(_first_step(inner))
     while True:
         try:
-            item = await awaiting(scope, _waited(waiting, step))
+            item = await awaiting(scope, step)
         finally:
             step = None  # it may hold an exception whose traceback refers to this frame
         if item is _END:
@@ -178,7 +167,7 @@ async def _asynchronous_generator(
         try:
             step = _or_end(inner.asend((yield item)))
         except GeneratorExit:
-            await awaiting(scope, _waited(waiting, inner.aclose().__await__()))
+            await awaiting(scope, inner.aclose().__await__())
             raise
         except BaseException as error:
             step = _or_end(inner.athrow(error))
@@ -197,21 +186,23 @@ def _first_step(inner: AsyncGenerator[T, Any]) -> Awaitable[T]:
 
 
 class ScopedFunction(Generic[P, T]):
-    """A function that runs inside a scope wherever it is called; a subclass chooses it."""
+    """A function that runs inside a scope wherever it is called: ``@device.synchronized()``."""
 
     __wrapped__: Callable[P, T]
 
-    def __init__(self, fn: Callable[P, T], decorator: str) -> None:
+    def __init__(self, scope: Any, fn: Callable[P, T], decorator: str = "") -> None:
+        decorator = decorator or repr(scope)
         if not callable(fn):
             hint = ". Put it below @classmethod or @property, next to the function"
             if not isinstance(fn, classmethod | property | functools.cached_property):
                 hint = ""
             raise TypeError(f"{decorator} decorates something callable, got {fn!r}{hint}")
         functools.update_wrapper(self, fn)
-        self._decorator = decorator
+        self._scope, self._decorator = scope, decorator
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        raise NotImplementedError
+        result: T = call(self._scope, self.__wrapped__, *args, **kwargs)
+        return result
 
     def __get__(self, instance: object, owner: type | None = None) -> Callable[..., T]:
         if instance is None or isinstance(self.__wrapped__, staticmethod):
@@ -239,7 +230,7 @@ class ScopedFunction(Generic[P, T]):
 
     def _rebuilt(self) -> tuple[Any, ...]:
         """Return the value of :meth:`__reduce__` for a function that goes by value."""
-        raise NotImplementedError
+        return type(self), (self._scope, self.__wrapped__)
 
     def __repr__(self) -> str:
         return f"{self._decorator}({self.__wrapped__!r})"

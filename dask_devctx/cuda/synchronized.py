@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Generic, Literal, ParamSpec, Self, TypeVar
 
 from dask_devctx.cuda.scope import Scope, leave_nothing_current, open_scopes, raise_or_note
-from dask_devctx.cuda.suspending import SUSPENDED, ScopedFunction, call, enter_and_call, within
+from dask_devctx.cuda.suspending import SUSPENDED, ScopedFunction, call
 from dask_devctx.errors import DevctxError
 
 P = ParamSpec("P")
@@ -95,13 +94,13 @@ class Synchronized(Generic[S]):
     # it decorates waits before it returns its result, a generator before it yields an item; at an
     # `await` there is no wait.
 
-    __slots__ = ("_scope",)
+    __slots__ = ("scope",)
 
     def __init__(self, scope: S) -> None:
-        self._scope = scope
+        self.scope = scope
 
     def __enter__(self) -> S:
-        return self._scope.__enter__()
+        return self.scope.__enter__()
 
     def __exit__(
         self,
@@ -110,43 +109,38 @@ class Synchronized(Generic[S]):
         traceback: TracebackType | None,
     ) -> Literal[False]:
         try:
-            self._wait(exc)
+            self.wait(exc)
         except BaseException as error:
-            self._scope.__exit__(type(error), error, error.__traceback__)
+            self.scope.__exit__(type(error), error, error.__traceback__)
             raise
-        return self._scope.__exit__(exc_type, exc, traceback)
+        return self.scope.__exit__(exc_type, exc, traceback)
 
-    def __call__(self, fn: Callable[P, T]) -> SynchronizedFunction[P, T]:
+    def __call__(self, fn: Callable[P, T]) -> ScopedFunction[P, T]:
         """Return a function that runs ``fn`` inside the scope, as :meth:`run` does."""
-        return SynchronizedFunction(self, fn)
+        return ScopedFunction(self, fn)
 
     def __repr__(self) -> str:
-        return f"{self._scope!r}.synchronized()"
+        return f"{self.scope!r}.synchronized()"
 
     def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Return ``fn(*args, **kwargs)``, run inside the scope, after waiting for its work."""
-
-        def and_wait() -> Any:
-            with self.at_the_end(lambda: isinstance(result, SUSPENDED)):
-                result = fn(*args, **kwargs)
-            return result
-
-        result: T = within(self._scope, enter_and_call(self._scope, and_wait), self)
+        result: T = call(self, fn, *args, **kwargs)
         return result
 
-    @contextmanager
-    def at_the_end(self, unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Return a context manager that waits at its end, and does not enter the scope."""
+    def then_wait(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Return ``fn(*args, **kwargs)`` after a wait, unless its work is still to come."""
         try:
-            yield
+            result = fn(*args, **kwargs)
         except BaseException as error:
-            self._wait(error)
+            self.wait(error)
             raise
-        if not unless():  # its work is still to come
-            self._wait(None)
+        if not isinstance(result, SUSPENDED):  # its work is still to come
+            self.wait(None)
+        return result
 
-    def _wait(self, exc: BaseException | None) -> None:
-        scope = self._scope
+    def wait(self, exc: BaseException | None) -> None:
+        """Wait for the work; an error is a note on the body's own exception."""
+        scope = self.scope
         try:
             # The body may have left another context current, which may be destroyed by now. The
             # wait restores the current context, so it must not be that one.
@@ -155,17 +149,3 @@ class Synchronized(Generic[S]):
             scope.synchronize()
         except DevctxError as error:
             raise_or_note(error, exc)
-
-
-class SynchronizedFunction(ScopedFunction[P, T]):
-    """A function that runs inside a scope and waits for its work: ``@device.synchronized()``."""
-
-    def __init__(self, scope: Synchronized[Any], fn: Callable[P, T]) -> None:
-        super().__init__(fn, repr(scope))
-        self._scope = scope
-
-    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._scope.run(self.__wrapped__, *args, **kwargs)
-
-    def _rebuilt(self) -> tuple[Any, ...]:
-        return type(self), (self._scope, self.__wrapped__)

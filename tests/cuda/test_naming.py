@@ -10,7 +10,7 @@ from cuda.bindings.driver import CUdevice
 
 from dask_devctx import Device
 from dask_devctx.cuda import naming
-from dask_devctx.cuda.discovery import DeviceInfo, Inventory
+from dask_devctx.cuda.naming import DeviceInfo, Inventory
 from dask_devctx.errors import DeviceNotFoundError
 
 A, B, C = (
