@@ -144,9 +144,6 @@ class Report(list[ReportedTask]):
         The reason why a worker did not answer, by its address. The other attributes lack it.
     failures
         The latest devices that failed, each a :class:`FailedDevice`.
-    waiting
-        The actors that hold devices for which tasks wait, and the remedy, as a text by the worker's
-        address.
     """
 
     tasks: InitVar[Sequence[ReportedTask]] = ()
@@ -155,7 +152,6 @@ class Report(list[ReportedTask]):
     workers: Mapping[str, bool] = field(default_factory=dict)
     silent: Mapping[str, str] = field(default_factory=dict)
     transfers: Sequence[ReportedTransfer] = field(default_factory=list)
-    waiting: Mapping[str, str] = field(default_factory=dict)
     without_device: Sequence[ReportedTask] = field(default_factory=list)
     hosted: int = 0
     failures: Sequence[FailedDevice] = field(default_factory=list)
@@ -247,7 +243,6 @@ async def _report(client: Client) -> Report:
         workers,
         silent,
         [ReportedTransfer(**row, worker=w) for w, row in transfers],
-        waiting={w: text for w, one in found if (text := one.get("waiting"))},
         without_device=[task for task in tasks if task.uuid is None],
         hosted=sum(one["without_device"] for _, one in found),
         failures=[FailedDevice(*one) for one in failures],
@@ -366,5 +361,3 @@ def _problems(report: Report) -> Iterator[str]:
     if len(kinds) > _KINDS:
         more = counted(len(kinds) - _KINDS, "more reason")
         yield f"refused for {more}: report(client).refused"
-    for worker, reason in report.waiting.items():
-        yield f"waiting on {worker}: {reason}"

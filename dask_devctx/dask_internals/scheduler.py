@@ -127,15 +127,6 @@ def schedule_again(scheduler: Scheduler, tasks: Iterable[Any]) -> None:
         scheduler.transitions(moves, stimulus_id=f"devctx-{time()}")
 
 
-def other_workers(scheduler: Scheduler, key: Hashable, address: str) -> set[str]:
-    """Return the workers to which a task of a worker may go; none if it is not there any more."""
-    ts = scheduler.tasks.get(key)
-    if ts is None or ts.actor or ts.state != "processing" or ts.processing_on.address != address:
-        return set()
-    valid = None if ts.loose_restrictions else scheduler.valid_workers(ts)
-    return {ws.address for ws in (scheduler.running if valid is None else valid)} - {address}
-
-
 def has_dashboard(scheduler: Scheduler) -> bool:
     """Return whether a scheduler shows dask's dashboard; without Bokeh there is none."""
     bokeh = sys.modules.get("bokeh.server.tornado")

@@ -10,12 +10,10 @@ from collections.abc import Hashable, Sequence
 from typing import Final, NamedTuple
 
 # Raise it whenever the content of a message or of a row of the history changes.
-PROTOCOL: Final = 4
+PROTOCOL: Final = 5
 # The handlers that workers call on the scheduler.
 ANNOUNCE: Final = "devctx_announce"
 REFUSE: Final = "devctx_refuse"
-# A worker says whether actors keep its devices, and asks which of its tasks others may run.
-KEEP: Final = "devctx_keep"
 # A worker asks for the devices that are its own.
 CLAIM: Final = "devctx_claim"
 # A worker's devices failed: the message, and the topic and the action of an event that says the

@@ -36,7 +36,6 @@ from dask_devctx.scheduler.messages import (
     ANNOUNCE,
     CLAIM,
     FAILED,
-    KEEP,
     PROTOCOL,
     REFUSE,
     SHARE,
@@ -110,7 +109,6 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self._restricted = Restrictions(
             self._cluster, lambda host: internals.addresses_at(scheduler, host)
         )
-        self._with_actors: set[str] = set()  # the workers whose devices actors keep
         self._steps = ExitStack()
         self._pages: ExitStack | None = None  # while any worker uses devices
         self.history = DeviceHistory(scheduler, lambda: self._cluster.using)
@@ -124,7 +122,6 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             ANNOUNCE: self._announced,
             REFUSE: self._refused,
             FAILED: self._device_failed,
-            KEEP: self._keeps,
             CLAIM: self._sharing.claim,
         }
         handlers = {op: update_wrapper(partial(self._answer, op, a), a) for op, a in acts.items()}
@@ -183,7 +180,6 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         self._suspects.worker_left(worker)
-        self._with_actors.discard(worker)
         for_good = worker in self._cluster.leaving
         # The others get the devices that it shared with them; tasks wait for that.
         shares = self._sharing.left(worker, may_return=not for_good)
@@ -248,7 +244,6 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     def _withdrawn(self, address: str) -> None:
         self._sharing.left(address, may_return=False)
-        self._with_actors.discard(address)
         self._cluster.withdraw(address)
         if not self._cluster.using:
             self._close_pages()
@@ -263,22 +258,6 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     def _device_failed(self, address: str, **failure: Any) -> None:
         self._suspects.failed(address, Failure(**failure))
-
-    def _keeps(self, address: str, kept: bool, keys: Sequence[Hashable]) -> dict[str, Any]:
-        """Send tasks that wait for an actor's end to workers without actors; answer which ones."""
-        (self._with_actors.add if kept else self._with_actors.discard)(address)
-        moved = []
-        for key in keys:
-            others = internals.other_workers(self.scheduler, key, address) - self._with_actors
-            if others:
-                ts = self.scheduler.tasks[key]
-                *given, loose = internals.restrictions(ts)
-                if key in self._restricted.groups:
-                    self._restricted.forget(key)
-                internals.restrict(ts, others, None, loose=loose or not any(given))
-                self._restrict([ts])
-                moved.append(key)
-        return {"elsewhere": moved}
 
     async def _share(self, address: str, uuids: Sequence[str], version: int) -> None:
         told: Awaitable[object] = internals.ask(

@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable
 from contextlib import ExitStack, suppress
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, Self
 
 from distributed import Worker
 from distributed.protocol import to_serialize
@@ -22,7 +22,6 @@ from dask_devctx.transfer import Stamp, nbytes_by_device, stamp, to_device
 from dask_devctx.worker.failures import guard
 from dask_devctx.worker.failures.guard import Guard
 from dask_devctx.worker.failures.monitor import Monitor
-from dask_devctx.worker.placement.admission import Admission, Claim
 from dask_devctx.worker.tracebacks import begins_with_the_task
 
 _POLL_S: Final = 0.01
@@ -36,14 +35,9 @@ _METHODS_RUN_ONCE: Final = (
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class _Living(NamedTuple):
-    devices: tuple[Device, ...]
-    claim: Claim | None  # all that it keeps
-
-
-# The actors' devices, by the state of the task that made the actor. An actor keeps its devices
-# while it lives, also when the plugin is registered again.
-_living: weakref.WeakKeyDictionary[Any, _Living] = weakref.WeakKeyDictionary()
+# The actors' devices, by the state of the task that made the actor: they are the same while it
+# lives, also when the plugin is registered again.
+_living: weakref.WeakKeyDictionary[Any, tuple[Device, ...]] = weakref.WeakKeyDictionary()
 
 
 class DeviceActors(dict[Hashable, Any]):
@@ -58,20 +52,16 @@ class DeviceActors(dict[Hashable, Any]):
         self,
         worker: Worker,
         monitor: Monitor,
-        admission: Admission,
         *,
         move_inputs: bool,
     ) -> None:
         super().__init__(internals.actors_of(worker))
         self._worker = worker
         self._monitor = monitor
-        self._admission = admission
         self._moves = move_inputs
         self._called: Hashable = None
         self._made: list[Stamp] = []
         self._unanswered: Counter[Hashable] = Counter()
-        self._claims: dict[Hashable, Claim] = {}
-        self.on_change: Callable[[], object] = lambda: None  # what actors keep
         self._steps = ExitStack()
 
     def __enter__(self) -> Self:
@@ -82,11 +72,6 @@ class DeviceActors(dict[Hashable, Any]):
             ):
                 steps.enter_context(internals.wrapped_handler(self._worker, op, wrap))
             steps.enter_context(internals.replaced_actors(self._worker, self))
-            steps.callback(self._admission.forget_actors)
-            for ts in self._worker.state.tasks.values() if _living else ():
-                living = _living.get(ts)
-                if living and living.claim is not None:  # it keeps its devices here, too
-                    self._keep(ts, living.claim)
             self._steps = steps.pop_all()
         return self
 
@@ -94,33 +79,9 @@ class DeviceActors(dict[Hashable, Any]):
         """Restore the worker; running calls end on their devices."""
         self._steps.close()
 
-    # -- what actors keep
-
     def live_on(self, ts: Any, devices: tuple[Device, ...]) -> None:
         """Note the devices of the actor that a task makes."""
-        _living[ts] = _Living(devices, None)
-
-    def made(self, ts: Any, claim: Claim) -> None:
-        """Let a new actor keep what the run has that made it."""
-        _living[ts] = _Living(claim.devices, claim)
-        present = internals.actors_of(self._worker)
-        if present is not self:  # the plugin ended while the actor was made
-            self._admission.release(claim)
-        if isinstance(present, DeviceActors) and ts.key in present:
-            present._keep(ts, claim)
-
-    def _keep(self, ts: Any, claim: Claim) -> None:
-        if self._admission.states.keys() >= {*claim.devices}:
-            self._claims[ts.key] = claim
-            self._admission.keep(claim)
-            self.on_change()
-
-    def pop(self, key: Hashable, *default: Any) -> Any:
-        claim = self._claims.pop(key, None)
-        if claim is not None:
-            self._admission.release(claim)
-            self.on_change()
-        return super().pop(key, *default)
+        _living[ts] = devices
 
     # -- calls
 
@@ -146,8 +107,7 @@ class DeviceActors(dict[Hashable, Any]):
 
     def _devices_of(self, key: Hashable) -> tuple[Device, ...]:
         ts = self._worker.state.tasks.get(key)
-        living = None if ts is None else _living.get(ts)
-        return () if living is None else living.devices
+        return () if ts is None else _living.get(ts, ())
 
     def _executing(self, execute: Callable[..., Any]) -> Callable[..., Any]:
         async def execute_on_device(actor: Hashable = None, **kwargs: Any) -> Any:

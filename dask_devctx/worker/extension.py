@@ -35,7 +35,6 @@ from dask_devctx.worker.metrics.record import Record
 from dask_devctx.worker.peers import PeerTransfers
 from dask_devctx.worker.peers.connections import SAYS
 from dask_devctx.worker.placement.admission import Admission
-from dask_devctx.worker.placement.handback import handing_back
 from dask_devctx.worker.placement.placement import Placement
 from dask_devctx.worker.placement.policy import start_soonest
 from dask_devctx.worker.rechunks import Rechunks
@@ -172,14 +171,8 @@ class DeviceExtension:
                 device_threads(worker, self.admission, tasks_per_device)
             )
             self.runs.living = self._actors = steps.enter_context(
-                DeviceActors(
-                    worker,
-                    self.monitor,
-                    self.admission,
-                    move_inputs=options.move_inputs,
-                )
+                DeviceActors(worker, self.monitor, move_inputs=options.move_inputs)
             )
-            steps.enter_context(handing_back(worker, self._actors, self.admission))
             if used:
                 threads = options.cpu_threads
                 steps.enter_context(threads_without_a_device(worker, threads, share.part))
@@ -223,8 +216,7 @@ class DeviceExtension:
 
     def report(self) -> dict[str, Any]:
         """Return the tasks that ran on each device, and the transfers, as plain data."""
-        waiting = self.admission.waits_for_actors()
-        return {**self.record.report(), "transfers": self._transfers(), "waiting": waiting}
+        return {**self.record.report(), "transfers": self._transfers()}
 
     def _transfers(self) -> list[dict[str, Any]]:
         within = [] if self.copies is None else self.copies.metrics(self._worker)

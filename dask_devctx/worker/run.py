@@ -69,7 +69,6 @@ class DeviceRun(TaskStandIn, Claim):
     asked_for = False  # whether the user named the device
     isolated = 0  # the number of its isolated run; 0 for any other
     once = ""  # why it does not run again after a device failed; "" if it may
-    makes_actor = False
     # Whether it has to wait for its slot. If not, it has begun for dask, and runs although it may
     # have been cancelled a moment ago.
     queued = True
@@ -133,7 +132,7 @@ class DeviceRun(TaskStandIn, Claim):
             error.__traceback__ = of_the_task(error)
             raise
         finally:
-            if waits and not self.for_life:
+            if waits:
                 self.runs.admission.release(self)
         if isinstance(result, suspending.SUSPENDED):
             return suspending.within(self.devices[0], result)
@@ -157,8 +156,7 @@ class DeviceRun(TaskStandIn, Claim):
                 return await self._guarded_coroutine(data)
             finally:
                 admission.withdraw(self)
-                if not self.for_life:
-                    admission.release(self)
+                admission.release(self)
 
     async def _guarded_coroutine(self, data: Any) -> Any:
         steps = self._begin(inside=False)

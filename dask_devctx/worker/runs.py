@@ -160,12 +160,9 @@ class Runs:
             run.is_plain = False
             run.slots = share / self._slot
         run.asked_for = wanted is not ANY_DEVICE
-        if not tasks.makes_an_actor(self._worker, key):
-            run.any_device = not wanted.names and wanted.number is not None
-        else:
+        if tasks.makes_an_actor(self._worker, key):
             assert self.living is not None
             self.living.live_on(ts, devices)
-            run.makes_actor = run.for_life = not run.is_plain
         # Nothing fails from here on: what is counted now is counted until its end.
         has_queue = placement.add(run)
         # The scheduler gets it; readers of dask's own task stream see it.
@@ -190,12 +187,6 @@ class Runs:
         seconds = stop - start if ended and start is not None and stop is not None else None
         # First what others wait for, then what is told of it.
         self.now.pop(key, None)
-        if run.makes_actor:
-            assert self.living is not None
-            if stored and run.held:
-                self.living.made(ts, run)
-            else:
-                self.admission.release(run)
         if not run.left_devices:
             run.left_devices = True
             self.placement.remove(run, seconds)

@@ -34,7 +34,6 @@ from dask_devctx.scheduler.messages import (
     CLAIM,
     FAILED,
     HISTORY,
-    KEEP,
     REFUSE,
     SHARE,
 )
@@ -210,7 +209,7 @@ def test_no_port_is_added_and_the_servers_are_only_told_of_devices_and_memory() 
         ports = listening()
         before = [(set(s.handlers), set(s.stream_handlers)) for s in servers]
         (on_worker, its_streams), (on_scheduler, streams) = before
-        told = (on_scheduler | {ANNOUNCE, REFUSE, FAILED, CLAIM, KEEP}, streams)
+        told = (on_scheduler | {ANNOUNCE, REFUSE, FAILED, CLAIM}, streams)
         added = {"devctx_ipc_close", SHARE, HISTORY}
         client.register_plugin(DevicePlugin())
         assert client.submit(sum, [1, 2]).result() == 3

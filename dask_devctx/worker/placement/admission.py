@@ -15,15 +15,9 @@ from heapq import heappop, heappush
 from typing import Any, Final
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.errors import counted, listed
 
 # A whole device. Shares are counted in whole millionths: sums of floats would go beyond 1.
 WHOLE: Final = 1_000_000
-_SHOWN: Final = 8  # the most actors that a report names
-_REMEDY: Final = (
-    "Release the actor when it is not needed (del its future), give it a smaller device_share, or "
-    "let tasks name no device"
-)
 
 
 def share_units(share: float) -> int:
@@ -34,11 +28,9 @@ def share_units(share: float) -> int:
 class Claim:
     """All that one run of a task takes on its devices; the smallest priority gets it first."""
 
-    any_device = False  # whether it may be of other devices
     held = False
     waits = False
     void = False  # its task was cancelled while it waited, and must not run
-    for_life = False  # an actor's: kept until it is released explicitly
     # For the choice of the next task's device: the slots of each device, and the seconds of these.
     prefix = ""
     slots = 1.0
@@ -134,17 +126,16 @@ class DeviceState:
             claim.seceded()
 
     def over(self) -> None:
-        """Release what this thread's task had, unless its actor keeps it."""
+        """Release what this thread's task had."""
         claim = self.running.pop(threading.get_ident(), None)
-        if claim is not None and claim.held and not claim.for_life:
+        if claim is not None and claim.held:
             self.admission.release(claim)
 
 
 class Admission:
     """Decides which tasks of one worker may start on its devices; thread-safe.
 
-    A claim of several devices reserves them while it is the most urgent on each. A claim that only
-    the end of an actor could serve reserves nothing.
+    A claim of several devices reserves them while it is the most urgent on each.
     """
 
     def __init__(
@@ -163,7 +154,6 @@ class Admission:
         }
         self._count = 0
         self._several = 0  # the waiting claims of several devices
-        self._actors: list[Claim] = []
 
     def submit(self, claim: Claim) -> None:
         """Let a claim wait for its turn, which may come at once."""
@@ -192,9 +182,6 @@ class Admission:
             if not claim.held:
                 return
             claim.held = False
-            claim.for_life = False
-            if claim in self._actors:
-                self._actors.remove(claim)
             for device in claim.devices:
                 one = self.states[device]
                 one.holding.remove(claim)
@@ -203,50 +190,6 @@ class Admission:
             if claim.nbytes:
                 claim.released()
             self._look(claim)
-
-    def keep(self, claim: Claim) -> None:
-        """Let a claim hold its devices until it is released, without a wait: an actor's."""
-        with self.lock:
-            if not claim.held:
-                self._take(claim)
-            claim.for_life = True
-            self._actors.append(claim)
-            self._look(claim)  # tasks behind one that only its end could serve
-
-    def forget_actors(self) -> None:
-        """Give the devices of actors to the tasks that wait, since no task comes after them."""
-        with self.lock:
-            for claim in tuple(self._actors):
-                self.release(claim)
-                claim.for_life = True
-
-    def free_of_actors(self, device: Device) -> tuple[int, float]:
-        """Return the share and the bytes of a device that actors leave."""
-        with self.lock:
-            one = self.states[device]
-            share, nbytes = one.free, one.free_nbytes
-            for claim in one.holding:
-                if not claim.for_life:
-                    share += claim.share
-                    nbytes += claim.nbytes
-            return share, nbytes
-
-    @property
-    def has_actors(self) -> bool:
-        """Whether actors keep parts of devices."""
-        return bool(self._actors)
-
-    def blocked(self) -> list[Claim]:
-        """Return the claims that can never start while the actors of today live."""
-        with self.lock:
-            waiting = {id(c): c for q in self.states.values() for _, _, c in sorted(q.waiting)}
-            return [one for one in waiting.values() if one.waits and not self._may(one)]
-
-    def may_move(self, claim: Claim) -> bool:
-        """Return whether other devices of the worker can run a task that names none."""
-        with self.lock:
-            fit = sum(self._leaves_room(device, claim) for device in self.states)
-        return claim.any_device and fit >= len(claim.devices)
 
     # -- what reports ask
 
@@ -261,24 +204,11 @@ class Admission:
         with self.lock:
             return _count_of(self.states[device]) if device in self.states else 0
 
-    def waits_for_actors(self) -> str:
-        """Return which actors hold devices that tasks wait for, and the remedy; "" without any."""
-        found = []
-        with self.lock:
-            for device, one in self.states.items():
-                keys = [repr(claim.key) for claim in one.holding if claim.for_life]
-                if keys and (count := self.waiting_for(device)):
-                    found.append(
-                        f"{device} is held by {listed(keys, _SHOWN)} until their futures are "
-                        f"released, and {counted(count, 'task')} queued for it"
-                    )
-        return f"{'; '.join(found)}. {_REMEDY}" if found else ""
-
     # -- decisions, with the lock held
 
     def _look(self, claim: Claim) -> None:
         """Grant the claims whose turn it is, after a claim came or went."""
-        if self._several or self._actors:
+        if self._several:
             self._look_at_all()
             return
         for device in claim.devices:
@@ -290,7 +220,7 @@ class Admission:
                     heappop(waiting)
                 elif first.share <= one.free and first.nbytes <= one.free_nbytes:
                     heappop(waiting)
-                    first.held = True  # as `_take`: each that waits here has this device only
+                    first.held = True  # as above: each that waits here has this device only
                     one.holding.append(first)
                     one.free -= first.share
                     one.free_nbytes -= first.nbytes
@@ -312,32 +242,18 @@ class Admission:
         for _, _, claim in sorted(entries.values()):
             if len(waited_for) == len(self.states):
                 break
-            if not (claim.waits and waited_for.isdisjoint(claim.devices) and self._may(claim)):
+            if not (claim.waits and waited_for.isdisjoint(claim.devices)):
                 continue
             free = [self.states[device] for device in claim.devices]
             if all(claim.share <= one.free and claim.nbytes <= one.free_nbytes for one in free):
-                self._take(claim)
+                claim.held = True
+                for one in free:
+                    one.holding.append(claim)
+                    one.free -= claim.share
+                    one.free_nbytes -= claim.nbytes
                 self._end_wait(claim)
             else:
                 waited_for.update(claim.devices)
-
-    def _may(self, claim: Claim) -> bool:
-        """Return whether a claim can start while the actors of today live."""
-        if not self._actors:
-            return True
-        return all(self._leaves_room(device, claim) for device in claim.devices)
-
-    def _leaves_room(self, device: Device, claim: Claim) -> bool:
-        share, nbytes = self.free_of_actors(device)
-        return claim.share <= share and claim.nbytes <= nbytes
-
-    def _take(self, claim: Claim) -> None:
-        claim.held = True
-        for device in claim.devices:
-            one = self.states[device]
-            one.holding.append(claim)
-            one.free -= claim.share
-            one.free_nbytes -= claim.nbytes
 
     def _end_wait(self, claim: Claim) -> None:
         claim.waits = False

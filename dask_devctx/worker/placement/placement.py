@@ -18,7 +18,7 @@ from dask_devctx.errors import (
     NotEnoughDevicesError,
     nbytes_text,
 )
-from dask_devctx.worker.placement.admission import Admission, Claim, share_units
+from dask_devctx.worker.placement.admission import Admission, Claim
 from dask_devctx.worker.placement.policy import (
     RELUCTANCE_S,
     Candidate,
@@ -57,7 +57,6 @@ class Placement:
 
     def __init__(self, admission: Admission, policy: Policy = start_soonest) -> None:
         self.devices = tuple(admission.states)
-        self._admission = admission
         self._states = admission.states
         self._limits = admission.limits
         self._tasks_per_device = admission.tasks_per_device
@@ -76,10 +75,7 @@ class Placement:
     ) -> tuple[Device, ...]:
         """Return the devices that a task runs on; ``inputs`` are read only if there is a choice."""
         if request is ANY_DEVICE:
-            slot = 1 / self._tasks_per_device
-            return (
-                next_device or choose(self._policy, self._candidates(inputs, self.devices, slot)),
-            )
+            return (next_device or choose(self._policy, self._candidates(inputs, self.devices)),)
         if request.names:
             group = self._named_group(request.names)
         else:
@@ -133,22 +129,11 @@ class Placement:
 
     # -- any device
 
-    def _candidates(
-        self, inputs: Sequence[Located], devices: Sequence[Device], share: float, number: int = 1
-    ) -> list[Candidate]:
-        """Return the state of the devices that a task could get a part of.
-
-        Where actors keep so much of a device that the task would wait for their end, the device is
-        none of them, unless the task needs it for its number of devices.
-        """
+    def _candidates(self, inputs: Sequence[Located], devices: Sequence[Device]) -> list[Candidate]:
+        """Return the state of the devices that a task could get a part of."""
         self._read_memory()
         moves, move_nbytes = self._moves(inputs)
         at_once = self._tasks_per_device
-        states = [self._states[device] for device in devices]
-        if self._admission.has_actors:
-            least = share_units(share)
-            unkept = [s for s in states if self._admission.free_of_actors(s.device)[0] >= least]
-            states = unkept if len(unkept) >= number else states
         return [
             Candidate(
                 device=state.device,
@@ -160,7 +145,7 @@ class Placement:
                 moves=moves[state.device],
                 waits=state.tasks >= at_once,
             )
-            for state in states
+            for state in map(self._states.__getitem__, devices)
         ]
 
     def _read_memory(self) -> None:
@@ -199,8 +184,7 @@ class Placement:
         usable = [one for one in self.devices if self._limits.get(one, nbytes) >= nbytes]
         if request.number > len(usable):
             self._check_limits(request, self.devices)
-        share = min(self.share_of(request, one) for one in usable)
-        candidates = self._candidates(inputs, usable, share, request.number)
+        candidates = self._candidates(inputs, usable)
         if request.number == 1:
             return (choose(self._policy, candidates),)
         located = [(one.nbytes, frozenset(one.copies)) for one in inputs]

@@ -36,9 +36,6 @@ Location = tuple[Mapping[Device, int], frozenset[Device]]
 class Candidate(NamedTuple):
     """A device that a task could get, with its present state.
 
-    A device that actors keep, so that the task would wait for their end, is no candidate, unless
-    all devices are kept so.
-
     Parameters
     ----------
     device

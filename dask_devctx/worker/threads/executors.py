@@ -245,7 +245,7 @@ class _LoopCall(_Call):
         claim, state = self.claim, pool._queue
         state.running.pop(threading.get_ident(), None)
         if claim is not None:
-            if claim.held and not claim.for_life:
+            if claim.held:
                 state.admission.release(claim)
             claim.call = None  # it has the task's inputs
         pool._outcomes.put(self.future, result, error)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_devctx import Device, devices, report
-from dask_devctx.annotations import Request, requested_device
+from dask_devctx.annotations import requested_device
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.worker.placement.admission import WHOLE, Admission, Claim, share_units
 from dask_devctx.worker.placement.placement import Placement
@@ -48,12 +48,6 @@ class Keyed(Placement):
         self.remove(claim, seconds)
         return claim.devices[0]
 
-    def keep(self, device: int, share: float) -> Claim:
-        """Let an actor keep a part of a device."""
-        claim = Claim("actor", (Device(device),), share_units(share))
-        self.admission.keep(claim)
-        return claim
-
 
 def candidate(device: int = 0, **kwargs: Any) -> Candidate:
     defaults = {"queued": 0, "busy_s": 0.0, "move_nbytes": 0, "since": 0}
@@ -62,21 +56,6 @@ def candidate(device: int = 0, **kwargs: Any) -> Candidate:
 
 def first(candidates: Sequence[Candidate]) -> Candidate:
     return candidates[0]
-
-
-@pytest.mark.parametrize("share", [1, 0.5])
-def test_a_policy_chooses_among_the_devices_that_no_actor_keeps(share: float) -> None:
-    placement = Keyed(devices()[:2], 2, first)
-    actor = placement.keep(0, 1)
-    wants = Request(share=share, number=1)
-    assert placement.place(wants) == (Device(1),)
-    assert placement.put("any", "any", "auto") == Device(1)
-    assert placement.place(Request(number=2)) == (Device(0), Device(1))
-    placement.keep(1, 0.75)
-    assert placement.put("waits", "waits", "auto") == Device(0)
-    placement.admission.release(actor)
-    placement.keep(0, 0.5)  # one of two places is left
-    assert placement.put("fits", "fits", "auto") == Device(0)
 
 
 @pytest.mark.parametrize(
@@ -361,22 +340,6 @@ def test_bytes_are_waited_for_in_turn() -> None:
     assert line.held == ["most"]
     line.end("most")
     assert line.held == ["more", "small"]
-
-
-@pytest.mark.parametrize("asked", [{"share": 1.0}, {"nbytes": 60, "share": 0.1}])
-def test_a_claim_that_waits_for_an_actor_holds_no_one_back(asked: dict[str, float]) -> None:
-    line = Line(tasks_per_device=2)
-    actor = line.submit("actor", 0, share=0.5, nbytes=50)
-    line.submit("waits", 0, priority=0, **asked)  # type: ignore[arg-type]
-    line.submit("passes", 0)
-    line.admission.keep(actor)
-    assert line.held == ["actor", "passes"]
-    assert [claim.key for claim in line.admission.blocked()] == ["waits"]
-    assert "cuda:0 is held by 'actor'" in line.admission.waits_for_actors()
-    line.end("passes")
-    line.end("actor")
-    assert line.held == ["waits"]
-    assert line.admission.waits_for_actors() == ""
 
 
 def test_a_claim_that_is_withdrawn_reserves_nothing() -> None:
