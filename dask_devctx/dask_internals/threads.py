@@ -148,21 +148,10 @@ def _submit(
 # -- the number of a pool's threads
 
 
-def threads_of(executor: ThreadPoolExecutor) -> set[threading.Thread]:
-    """Return the threads of a pool; those that seceded are not among them."""
-    return set(executor._threads)
-
-
-def waiting_calls(executor: ThreadPoolExecutor) -> int:
-    """Return how many calls wait for a thread of a pool."""
-    count: int = executor._work_queue.qsize()
-    return count
-
-
 def set_most_threads(executor: ThreadPoolExecutor, count: int) -> None:
     """Let a pool have so many threads, and start those that waiting calls need."""
     executor._max_workers = count
-    for _ in range(min(waiting_calls(executor), count)):
+    for _ in range(min(executor._work_queue.qsize(), count)):
         executor._adjust_thread_count()  # does nothing where there are enough
 
 

@@ -49,13 +49,6 @@ def computes(n: int, seconds: float = 0.02) -> None:
             pass
 
 
-together = threading.Barrier(THREADS)
-
-
-def meets(n: int) -> int:
-    return together.wait(30)
-
-
 def cpu_threads_of(worker: Worker) -> list[threading.Thread]:
     pool = worker.executors["default"]
     return [thread for thread in pool._threads.copy() if thread.is_alive()]
@@ -82,16 +75,6 @@ def test_as_many_as_there_are_cpus(
         assert len(cpu_threads_of(worker)) == THREADS
 
     body()
-
-
-@on_cluster(THREADS)
-async def test_more_run_while_all_wait(client: Client, worker: Worker) -> None:
-    await client.register_plugin(DevicePlugin())
-    with dask.annotate(device="none"):
-        met = await client.gather(client.map(meets, range(THREADS)))
-    assert sorted(met) == list(range(THREADS))
-    assert len(cpu_threads_of(worker)) == THREADS
-    await async_poll_for(lambda: len(cpu_threads_of(worker)) < THREADS, timeout=10)
 
 
 # -- a device's threads
