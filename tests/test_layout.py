@@ -22,7 +22,6 @@ LONGER = {
     "cuda/device.py": 440,
     "errors.py": 640,  # the tree of errors: read one by one
     "simulated_array.py": 480,
-    "worker/placement/admission.py": 390,
     "worker/run.py": 355,
 }
 # Names of modules that have no subject of their own.
