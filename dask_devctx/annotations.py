@@ -10,6 +10,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, Literal, NamedTuple, TypeGuard
 
 from dask.utils import parse_bytes
@@ -404,6 +405,10 @@ def mistaken(annotations: Mapping[str, Any]) -> Iterator[str]:
                 f"the annotation {name!r} means nothing to dask-devctx and dask, and has no effect "
                 f"on the device of its tasks. Write dask.annotate({meant}={value!r}){also}"
             )
+    given = annotations.get(MEMORY)
+    with suppress(TypeError, ValueError):
+        if isinstance(given, int | float | str) and 1 <= (nbytes := parse_bytes(given)) < 2**20:
+            yield f"the annotation {MEMORY}={given!r} reserves {nbytes} bytes: write '4 GiB'"
 
 
 def about_no_plugin(name: str) -> str:

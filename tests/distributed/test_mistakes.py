@@ -163,7 +163,7 @@ if __name__ == "__main__":
 """
 
 
-def test_an_annotationhere_there_is_no_plugin(tmp_path: Path) -> None:
+def test_an_annotation_where_there_is_no_plugin(tmp_path: Path) -> None:
     """Nobody made a plugin, neither here nor in a worker: the tasks run without a device."""
     done = run_script(tmp_path / "job.py", _NO_PLUGIN)
     assert done.returncode == 0, done.stderr

@@ -228,6 +228,8 @@ def test_other_annotations_are_not_ours() -> None:
         assert repr(name) in text
         assert f"dask.annotate({right}" in text
     assert "dask.annotate(device=0)" in next(mistaken({"gpu": 0}))
+    assert "reserves 4 bytes" in next(mistaken({"device_memory": 4}))
+    assert not [*mistaken({"device_memory": "1 MiB"})]
 
 
 def test_a_worker_without_devices_joins_and_is_not_waited_for() -> None:
