@@ -92,7 +92,8 @@ class PageLockedPool:
         self._slab = max(min(slab, limit), _LEAST_SLAB_NBYTES)
         self._make_room = make_room
         self._slabs: list[_Slab] = []
-        self._refused = False
+        self._closed = False
+        self._refused = False  # no more pages can be locked
         self._lock = threading.Lock()
         self._growing = threading.Lock()
         # A block may be collected at any moment, also on a thread that changes the slabs just then.
@@ -130,7 +131,7 @@ class PageLockedPool:
     def close(self) -> None:
         """Unlock the pages that are not in use; the others are unlocked as they come back."""
         with self._locked():
-            self._refused = True
+            self._closed = self._refused = True
 
     def _piece(self, nbytes: int) -> HostBlock | None:
         with self._locked():
@@ -169,7 +170,7 @@ class PageLockedPool:
         while self._ended:
             slab, offset = self._ended.popleft()
             slab.ranges.give(offset)
-        for slab in [slab for slab in self._slabs if self._refused and slab.ranges.unused]:
+        for slab in [slab for slab in self._slabs if self._closed and slab.ranges.unused]:
             self._slabs.remove(slab)
             slab.release()
 

@@ -85,7 +85,7 @@ def _parts_of(kind: type) -> Parts | None:
 
 def _members(array: Any) -> Any:
     """Return the members of a NumPy array of objects; all other arrays hold none."""
-    return list(array.flat) if array.dtype.kind == "O" and array.ndim else ()
+    return list(array.flat) if array.dtype.kind == "O" else ()
 
 
 def slots(kind: type) -> list[Any]:

@@ -76,6 +76,10 @@ def test_arrays_in_numpys_arrays_of_objects():
     assert moved["a"][1] is row
     assert value[0] is x
     assert to_device(value, "cpu")[0].tolist() == x.get().tolist()
+    alone = np.array(None, dtype=object)
+    alone[()] = x
+    assert nbytes_by_device(alone) == {Device(0): 32}
+    assert device_of(to_device(alone, 1)[()]) == Device(1)
 
 
 @pytest.mark.parametrize("order", ["C", "F"])

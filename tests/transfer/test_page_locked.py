@@ -113,6 +113,12 @@ def test_a_driver_that_refuses_is_not_asked_again(
     (said,) = [record.getMessage() for record in caplog.records]
     assert "No more host memory can be page-locked (cuMemHostRegister failed" in said
     assert first.is_page_locked
+    at = first.address
+    del first, blocks
+    again = pool.take(SLAB)  # what was locked before stays locked
+    assert again.is_page_locked
+    assert again.address == at
+    assert locked(machine) == (2, 0)
     pool.close()
 
 

@@ -222,7 +222,7 @@ async def test_on_the_device_of_the_task_or_on_the_host_where_it_has_none(client
         )
         assert (found == 3).all()
     with dask.annotate(device="none"):
-        found = await client.compute(rechunked(x, (40, N)))
+        found = await client.compute(rechunked(x, (80, N)))  # other tasks than before
     assert type(found) is np.ndarray
     assert (found == numbers()).all()
     assert _rechunk.ArrayRechunkRun.__name__ == "DeviceRechunk"

@@ -62,7 +62,7 @@ def give_up(n: int) -> Met:
     ("task", "device", "options", "expected"),
     [
         (give_up, "auto", {}, None),
-        (meet, "none", {}, [(True, None)] * N),
+        (meet, "none", {"cpu_threads": N}, [(True, None)] * N),
         (meet, "auto", {"tasks_per_device": 2}, [(True, n // 2) for n in range(N)]),
         # Where one has left already when the next comes, its device may get that one, too.
         *((task, "auto", {}, ...) for task in (meet_seceded, meet_in_a_worker_client)),
