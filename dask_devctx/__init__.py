@@ -8,10 +8,9 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from dask_devctx.cuda.context import Context
+from dask_devctx.cuda.context import Context, PrimaryContext
 from dask_devctx.cuda.device import Device, devices
 from dask_devctx.cuda.on_device import on_device, task_devices
-from dask_devctx.cuda.primary import PrimaryContext
 from dask_devctx.cuda.properties import CacheConfig, ContextFlags, Limit, StreamPriorityRange
 from dask_devctx.errors import (
     DevctxError,

@@ -1,27 +1,38 @@
-"""Contexts that this process makes and owns, and those that it borrows."""
+"""CUDA contexts: those that this process makes and owns or borrows, and a device's primary one."""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from abc import ABCMeta
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, NoReturn, Self, overload
 
 from dask_devctx import driver
-from dask_devctx.cuda.device import Device
-from dask_devctx.cuda.primary import AnyContext, PrimaryContext
-from dask_devctx.cuda.properties import ContextFlags, joined
-from dask_devctx.cuda.scope import lives, raise_or_note
+from dask_devctx.cuda.properties import (
+    CacheConfig,
+    ContextFlags,
+    Limits,
+    StreamPriorityRange,
+    joined,
+)
+from dask_devctx.cuda.scope import lives, open_scopes, raise_or_note
+from dask_devctx.cuda.suspending import RunningScope
 from dask_devctx.driver.backends import Backend
+from dask_devctx.driver.calls import Calls
 from dask_devctx.driver.process_lock import ProcessLock
 from dask_devctx.errors import DevctxError, DeviceScopeError
+
+if TYPE_CHECKING:
+    from dask_devctx.cuda.device import Device
 
 Flags = ContextFlags | Iterable[ContextFlags]
 
 
-class Context(AnyContext, metaclass=ABCMeta):
+_closing = ProcessLock()
+
+
+class Context(RunningScope):
     """A CUDA context that this object owns, or borrows.
 
     Parameters
@@ -63,11 +74,15 @@ class Context(AnyContext, metaclass=ABCMeta):
     (True, 1)
     """
 
-    __slots__ = ("_owned",)
+    __slots__ = ("_device", "_identity", "_owned")
 
+    _device: Device
+    _identity: int | None  # which context the handle meant when it was taken
     _owned: bool
 
     def __init__(self, device: object, *more: Flags, flags: Flags = ()) -> None:
+        from dask_devctx.cuda.device import Device
+
         self._owned = False  # until it is made
         if isinstance(device, ContextFlags):  # a number, which would name some device
             raise TypeError(f"a context needs its device before its flags: Context(0, {device!r})")
@@ -122,13 +137,13 @@ class Context(AnyContext, metaclass=ABCMeta):
 
     @overload
     @classmethod
-    def current(cls, *, required: Literal[False] = False) -> Context | PrimaryContext | None: ...
+    def current(cls, *, required: Literal[False] = False) -> Context | None: ...
     @overload
     @classmethod
-    def current(cls, *, required: Literal[True]) -> Context | PrimaryContext: ...
+    def current(cls, *, required: Literal[True]) -> Context: ...
 
     @classmethod
-    def current(cls, *, required: bool = False) -> Context | PrimaryContext | None:
+    def current(cls, *, required: bool = False) -> Context | None:
         """Return the context that is current on this thread, borrowed, or None.
 
         Parameters
@@ -163,6 +178,8 @@ class Context(AnyContext, metaclass=ABCMeta):
             return None
         calls = backend.driver()
         identity = calls.context_id(handle)
+        from dask_devctx.cuda.device import Device
+
         owner: Context | None = None if identity is None else backend.owners.get(identity)
         if owner is not None:
             return owner
@@ -175,10 +192,23 @@ class Context(AnyContext, metaclass=ABCMeta):
         borrowed._owned = False
         return borrowed
 
+    def __copy__(self) -> Self:
+        return self  # a copy would own the context, too, and destroy it a second time
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} cannot be pickled: a context is one process' alone. Send its device, and "
+            "make a context there or ask for one"
+        )
+
     def _bind(self) -> int:
         raise DeviceScopeError(self, "cannot be entered: this context was closed")
 
     def _check_alive(self) -> None:
+        """Raise unless the context can be made current."""
         if not self._handle:
             self._bind()
         if not lives(self._backend, self._handle, self._identity):
@@ -186,13 +216,17 @@ class Context(AnyContext, metaclass=ABCMeta):
                 self, "cannot be entered: the context was destroyed by somebody else"
             )
 
+    def __enter__(self) -> Self:
+        self._check_alive()
+        return super().__enter__()
+
     def __repr__(self) -> str:
         kind = "owned" if self._owned else "borrowed"
         state = f"0x{self._handle:x}" if self._handle else "closed"
         return f"<Context {state} on {self._device!r}, {kind}>"
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, AnyContext):
+        if not isinstance(other, Context):
             return NotImplemented
         if self._identity is None:  # it was dead when it was borrowed: nothing identifies it
             return self is other
@@ -232,7 +266,9 @@ class Context(AnyContext, metaclass=ABCMeta):
         ``cuCtxDestroy``.
         """
         if not self._owned:
-            super().close()
+            why = "cannot be closed: the context belongs to somebody else"
+            why += "; release() gives up this process's hold of it" if self.is_primary else ""
+            raise DeviceScopeError(self, why)
         with _closing:
             if self._handle:
                 self._destroy()
@@ -258,7 +294,26 @@ class Context(AnyContext, metaclass=ABCMeta):
         except DevctxError:  # a driver that does not answer any more has not destroyed it
             return True
 
+    # -- its properties
+
+    @property
+    def device(self) -> Device:
+        """The device of the context."""
+        return self._device
+
+    @property
+    def handle(self) -> int:
+        """The driver's handle, a ``CUcontext``; 0 once it is closed."""
+        return self._handle
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it is current on this thread."""
+        current = self._backend.current_context()
+        return bool(current) and self._has_handle(current)
+
     def _has_handle(self, handle: int) -> bool:
+        """Return whether the handle means this context; creates nothing."""
         return handle == self._handle and self._calls.context_id(handle) == self._identity
 
     @property
@@ -266,11 +321,208 @@ class Context(AnyContext, metaclass=ABCMeta):
         """Whether it is its device's primary context."""
         return bool(self._handle) and self._device.primary_context._has_handle(self._handle)
 
+    @property
+    def api_version(self) -> int:
+        """The version of the driver API that it was made with, such as 3020.
 
-Context.register(PrimaryContext)
+        References
+        ----------
+        ``cuCtxGetApiVersion``.
+        """
+        return self.run(lambda: self._calls.api_version(self._handle))
+
+    @property
+    def flags(self) -> ContextFlags:
+        """The flags of the context. One flag or several can be set.
+
+        Raises
+        ------
+        TypeError, ValueError
+            On setting, for the same reasons as when a context is made with these flags.
+
+        References
+        ----------
+        ``cuCtxGetFlags``, ``cuCtxSetFlags``.
+        """
+        return ContextFlags(self.run(self._calls.flags))
+
+    @flags.setter
+    def flags(self, value: ContextFlags) -> None:
+        self.run(self._calls.set_flags, joined(value))
+
+    @property
+    def limits(self) -> Limits:
+        """Its limits, which can be read and set by name: ``context.limits[Limit.STACK_SIZE]``."""
+        return Limits(self)
+
+    @property
+    def cache_config(self) -> CacheConfig:
+        """Whether its kernels prefer cache or shared memory.
+
+        References
+        ----------
+        ``cuCtxGetCacheConfig``, ``cuCtxSetCacheConfig``.
+        """
+        return CacheConfig(self.run(self._calls.cache_config))
+
+    @cache_config.setter
+    def cache_config(self, value: CacheConfig) -> None:
+        self.run(self._calls.set_cache_config, CacheConfig(value))
+
+    @property
+    def stream_priority_range(self) -> StreamPriorityRange:
+        """The priorities that its streams can have.
+
+        References
+        ----------
+        ``cuCtxGetStreamPriorityRange``.
+        """
+        return StreamPriorityRange(*self.run(self._calls.stream_priority_range))
+
+    @property
+    def _calls(self) -> Calls:
+        return self._backend.driver()
+
+    # -- its actions
+
+    def set_current(self) -> None:
+        """Make it current on this thread until something else changes that.
+
+        Raises
+        ------
+        DeviceScopeError
+            It was closed or destroyed.
+
+        References
+        ----------
+        ``cuCtxSetCurrent``.
+        """
+        self._check_alive()
+        self._calls.set_current(self._handle)
+
+    def synchronize(self) -> None:
+        """Wait until all work of the context is done; the current context stays.
+
+        Raises
+        ------
+        DriverError
+            Work of the context failed.
+
+        References
+        ----------
+        ``cuCtxSynchronize``.
+        """
+        self.run(self._calls.synchronize)
+
+    sync = synchronize
 
 
-_closing = ProcessLock()
+class PrimaryContext(Context):
+    """The context of a device that all libraries of this process share.
+
+    Notes
+    -----
+    ``device.primary_context`` is the one object per device. Getting it creates nothing. The first
+    scope of the device or of this object retains the context, once per process.
+
+    References
+    ----------
+    ``cuDevicePrimaryCtxRetain``, ``cuDevicePrimaryCtxGetState``, ``cuDevicePrimaryCtxSetFlags``,
+    ``cuDevicePrimaryCtxRelease``.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, device: object) -> Self:
+        found: Self | None = getattr(device, "primary_context", None)
+        if found is None:
+            raise TypeError(
+                f"a primary context belongs to a Device, got {device!r}. Write "
+                "Device(...).primary_context"
+            )
+        return found
+
+    def __init__(self, device: object) -> None:
+        pass  # it is made with its device
+
+    @classmethod
+    def _of(cls, device: Device) -> Self:
+        self = object.__new__(cls)
+        self._device = device
+        self._backend = device._backend
+        self._handle = 0
+        self._identity = None
+        self._owned = False
+        return self
+
+    def _bind(self) -> int:
+        self._handle = self._device._bind()
+        return self._handle
+
+    def _check_alive(self) -> None:
+        self._bind()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return hash(self._device)
+
+    def __repr__(self) -> str:
+        return f"<PrimaryContext of {self._device!r}>"
+
+    @property
+    def handle(self) -> int:
+        """The driver's handle, a ``CUcontext``; reading it retains the context."""
+        return self._bind()
+
+    def _has_handle(self, handle: int) -> bool:
+        if self._device._handle:
+            return self._device._handle == handle
+        ordinal = self._device._ordinal()
+        if not self._calls.primary_state(ordinal)[1]:
+            return False
+        try:  # another library holds the context: the driver only tells the handle on a retain
+            return self._calls.primary_retain(ordinal) == handle
+        finally:
+            self._calls.primary_release(ordinal)
+
+    @property
+    def is_primary(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def is_active(self) -> bool:
+        """Whether any code in this process has retained it; reading this does not retain it."""
+        return self._calls.primary_state(self._device._ordinal())[1]
+
+    @property
+    def flags(self) -> ContextFlags:
+        """The flags of the context; they can be read and set whether it is active or not."""
+        return ContextFlags(self._calls.primary_state(self._device._ordinal())[0])
+
+    @flags.setter
+    def flags(self, value: ContextFlags) -> None:
+        self._calls.primary_set_flags(self._device._ordinal(), joined(value))
+
+    def release(self) -> None:
+        """Release this package's hold of the context; the last holder's release destroys it.
+
+        Raises
+        ------
+        DeviceScopeError
+            A scope of the context is open on this thread.
+
+        Notes
+        -----
+        The next scope retains the context again. No other thread may have a scope of it open.
+        """
+        ours: tuple[object, ...] = (self, self._device)
+        if any(scope in ours for scope in open_scopes()):
+            raise DeviceScopeError(self, "cannot be released while a scope of it is open")
+        self._handle = 0
+        self._device._unbind()
 
 
 def _unmake(backend: Backend, handle: int, before: int, error: BaseException) -> None:

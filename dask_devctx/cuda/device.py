@@ -8,9 +8,9 @@ from typing import NamedTuple, Self, final
 
 from dask_devctx import driver
 from dask_devctx.cuda import discovery, naming
+from dask_devctx.cuda.context import PrimaryContext
 from dask_devctx.cuda.naming import DeviceInfo
-from dask_devctx.cuda.primary import PrimaryContext
-from dask_devctx.cuda.synchronized import RunningScope
+from dask_devctx.cuda.suspending import RunningScope
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.process_lock import ProcessLock
 

@@ -9,8 +9,7 @@ from typing import Any, ClassVar, ParamSpec, Self, TypeVar
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.naming import refuse_no_name
-from dask_devctx.cuda.suspending import ScopedFunction, call
-from dask_devctx.cuda.synchronized import Synchronized
+from dask_devctx.cuda.suspending import ScopedFunction, Synchronized, call
 
 P = ParamSpec("P")
 T = TypeVar("T")
