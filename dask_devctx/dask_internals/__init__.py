@@ -22,24 +22,13 @@ if TYPE_CHECKING:
 
 
 class _ShownAsDasks(logging.Handler):
-    """Hands lines to the handlers of dask's logger, which add the time, the level and the logger.
-
-    Python shows the warnings of a logger without handlers as bare text. dask sets up handlers for
-    its own loggers only.
-
-    Where the program or dask's configuration has set up logging for this package, nothing is shown
-    twice: this handler is silent.
-    """
+    """Shows lines as dask shows its own, unless logging is set up for this package."""
 
     def emit(self, record: logging.LogRecord) -> None:
         package = logging.getLogger("dask_devctx")
         others = [one for one in package.handlers if isinstance(one, logging.StreamHandler)]
-        if others or logging.getLogger().handlers:
-            return
-        shown: list[logging.Handler | None] = [*logging.getLogger("distributed").handlers]
-        for handler in shown or [logging.lastResort]:
-            if handler is not None and record.levelno >= handler.level:
-                handler.handle(record)
+        if not others and not logging.getLogger().handlers:
+            logging.getLogger("distributed").callHandlers(record)
 
 
 logging.getLogger("dask_devctx").addHandler(_ShownAsDasks())
@@ -100,7 +89,7 @@ NAMES, OF_A_DASHBOARD = (
     tuple(f"{owner}{name}" for owner, names in table.items() for name in names.split())
     for table in (_BY_OWNER, _OF_A_DASHBOARD)
 )
-ON_A_WORKER, ON_A_SCHEDULER, ON_SPILLING_DATA = (
+ON_A_WORKER, ON_A_SCHEDULER = (
     tuple(names.split())
     for names in (
         "_deque_handler _pending_plugins executors[default] executors[offload] "
@@ -110,8 +99,7 @@ ON_A_WORKER, ON_A_SCHEDULER, ON_SPILLING_DATA = (
         "stream_handlers[close] stream_handlers[compute-task] stream_handlers[free-keys] "
         "stream_handlers[remove-worker]",
         "handlers handlers[processing] handlers[unregister] host_info rpc running "
-        "stream_handlers[task-erred] total_memory",
-        "fast.n slow",  # of a worker with a memory limit: its data is a zict.Buffer
+        "stream_handlers[task-erred]",
     )
 )
 
@@ -126,12 +114,8 @@ def check() -> None:
 
 def check_worker(worker: Worker) -> None:
     """Check every name that is used on a worker; raise as :func:`check` does."""
-    from zict import Buffer
-
     check()
     _find(worker, ON_A_WORKER, "distributed.Worker")
-    if isinstance(worker.data, Buffer):
-        _find(worker.data, ON_SPILLING_DATA, "distributed.Worker.data")
 
 
 def check_scheduler(scheduler: Scheduler) -> None:

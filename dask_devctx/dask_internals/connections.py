@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -11,7 +10,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
-from distributed import Client, Status, Worker
+from distributed import Status, Worker
 from distributed.core import error_message
 from distributed.worker import get_data_from_worker
 from distributed.worker_state_machine import (
@@ -152,32 +151,3 @@ def _waiting_error(state: WorkerState, ts: Any, *error: Any, stimulus_id: str) -
     for dependency in ts.dependencies:
         dependency.waiters.discard(ts)
     return state._transition_generic_error(ts, *error, stimulus_id=stimulus_id)
-
-
-def explain_gathers(
-    expected: Callable[[BaseException], bool], explained: Callable[[Exception], Exception]
-) -> None:
-    """Let clients of this process raise an expected error's explanation, without dask's log."""
-    under_way: list[Client] = []
-    original = getattr(Client, "_gather_remote", None)
-    if original is None:  # a dask without it has messages of its own
-        return
-
-    @functools.wraps(original)
-    async def gather(self: Client, *args: Any, **kwargs: Any) -> Any:
-        under_way.append(self)
-        try:
-            return await original(self, *args, **kwargs)
-        except Exception as error:
-            if not expected(error):
-                raise
-            raise explained(error) from None
-        finally:
-            under_way.remove(self)
-
-    def is_news(record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        return not (under_way and error is not None and expected(error))
-
-    Client._gather_remote = gather
-    logging.getLogger("distributed.protocol.core").addFilter(is_news)

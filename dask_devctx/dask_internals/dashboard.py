@@ -25,7 +25,6 @@ from distributed.diagnostics.progress_stream import color_of
 from distributed.utils import sync
 from jinja2 import ChoiceLoader, FileSystemLoader, Template
 from tornado.ioloop import IOLoop
-from tornado.web import RedirectHandler
 
 __all__ = ["added_pages", "color_of", "template", "update_regularly"]
 
@@ -42,12 +41,11 @@ def added_pages(
     pages: Mapping[str, FillDocument],
     *,
     menu: Mapping[str, str],
-    redirects: Mapping[str, str],
 ) -> Iterator[None]:
     """While it is open, the dashboard of a scheduler has further pages, by their paths.
 
     ``menu`` has the names of pages. An ``/individual-…`` page is one plot: it is listed among
-    dask's plots, and for programs such as JupyterLab. ``redirects`` are paths that these replace.
+    dask's plots, and for programs such as JupyterLab.
     """
     theirs = next(app for app in _applications(scheduler) if isinstance(app, BokehTornado))
     variables = template_variables(scheduler)
@@ -63,10 +61,6 @@ def added_pages(
         prefix=theirs.prefix,
         use_index=False,
         extra_websocket_origins=sorted(theirs.websocket_origins),
-        extra_patterns=[
-            (old, RedirectHandler, {"url": new.lstrip("/"), "permanent": False})
-            for old, new in redirects.items()
-        ],
         absolute_url="",
         **settings,
     )

@@ -76,14 +76,6 @@ def addresses_at(scheduler: Scheduler, host: str) -> set[str]:
     return set(found["addresses"]) if found else set()
 
 
-def set_memory_limit(scheduler: Scheduler, address: str, nbytes: int) -> None:
-    """Note a worker's new limit of host memory."""
-    worker = scheduler.workers.get(address)
-    if worker is not None:  # it has not left just now
-        scheduler.total_memory += nbytes - worker.memory_limit
-        worker.memory_limit = nbytes
-
-
 def restrict(
     ts: Any, workers: set[str] | None, hosts: Set[str] | None, *, loose: bool = False
 ) -> None:

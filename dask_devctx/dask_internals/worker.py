@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import inspect
 import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, MutableMapping
@@ -12,12 +10,9 @@ from contextlib import AbstractContextManager, contextmanager
 from logging.handlers import QueueHandler
 from typing import Any
 
-from dask.system import CPU_COUNT
 from distributed import Worker, WorkerPlugin
 from distributed.core import error_message
-from distributed.system import MEMORY_LIMIT
 from distributed.utils import thread_state
-from zict import Buffer
 
 from dask_devctx.dask_internals import unsupported
 from dask_devctx.dask_internals.replacing import changed, replaced
@@ -152,7 +147,7 @@ def leave_nanny(worker: Worker) -> str | None:
     nanny: str | None = worker.nanny
     worker.nanny = None
     worker.stream_handlers["close"] = _stay
-    worker.periodic_callbacks["heartbeat"].stop()
+    no_more_heartbeats(worker)
     return nanny
 
 
@@ -160,30 +155,9 @@ async def _stay(**kwargs: Any) -> None:
     """Ignore the order to close: the worker is ending already."""
 
 
-async def no_more_heartbeats(worker: Worker, within_s: float = 5.0) -> None:
-    """Stop the heartbeats of a worker that closes, and wait for the one that is under way.
-
-    It would find the worker's connections closed. dask logs this as an error.
-    """
-    heartbeat = worker.periodic_callbacks["heartbeat"]
-    heartbeat.stop()
-    under_way = {
-        task
-        for task in asyncio.all_tasks()
-        if (frame := getattr(task.get_coro(), "cr_frame", None)) is not None
-        and frame.f_locals.get("self") is heartbeat
-        and not _is_closing(task.get_coro())
-    }
-    if under_way:
-        await asyncio.wait(under_way, timeout=within_s)
-
-
-def _is_closing(coroutine: Any) -> bool:
-    """Return whether a heartbeat waits for the worker to close, which the scheduler removed."""
-    close = inspect.unwrap(Worker.close).__code__
-    while coroutine is not None and getattr(coroutine, "cr_code", None) is not close:
-        coroutine = getattr(coroutine, "cr_await", None)
-    return coroutine is not None
+def no_more_heartbeats(worker: Worker) -> None:
+    """Stop the heartbeats of a worker that closes: they would find its connections closed."""
+    worker.periodic_callbacks["heartbeat"].stop()
 
 
 async def unsettled(worker: Worker, keys: Collection[Hashable]) -> set[Hashable]:
@@ -254,29 +228,3 @@ def larger_messages(worker: Worker, nbytes: int) -> AbstractContextManager[None]
     before = worker.state.transfer_message_bytes_limit
     nbytes = max(nbytes, before) if before == _MESSAGE_NBYTES else before
     return changed(worker.state, "transfer_message_bytes_limit", nbytes)
-
-
-def has_automatic_limit(worker: Worker) -> bool:
-    """Return whether a worker's memory limit is dask's own, which follows from its threads."""
-    limit = worker.memory_manager.memory_limit
-    automatic = int(MEMORY_LIMIT * min(1, worker.state.nthreads / CPU_COUNT))
-    return bool(limit) and limit == automatic
-
-
-@contextmanager
-def limited_memory(worker: Worker, nbytes: int) -> Iterator[None]:
-    """While it is open, a worker has another limit of host memory; it spills and pauses by it."""
-    manager = worker.memory_manager
-    factor = nbytes / manager.memory_limit
-    try:
-        with changed(manager, "memory_limit", nbytes):
-            _scale_data(worker, factor)
-            yield
-    finally:
-        if manager.memory_limit != nbytes:  # a limit that others set meanwhile stays
-            _scale_data(worker, 1 / factor)
-
-
-def _scale_data(worker: Worker, factor: float) -> None:
-    if isinstance(worker.data, Buffer):
-        worker.data.fast.n *= factor

@@ -1,4 +1,4 @@
-"""A client's warnings of annotations that go astray, and its error for values without room.
+"""A client's warnings of annotations that go astray.
 
 The calls are watched wherever this package is imported after distributed.
 """
@@ -16,10 +16,7 @@ import dask
 from distributed import Client, get_worker
 
 from dask_devctx.annotations import NAMES, about_no_plugin
-from dask_devctx.cuda.out_of_memory import is_out_of_memory, requested_nbytes
 from dask_devctx.cuda.scope import open_scopes
-from dask_devctx.dask_internals.connections import explain_gathers
-from dask_devctx.errors import DeviceMemoryError
 
 _NOT_THE_USERS: Final = frozenset({"contextlib", "dask", "dask_devctx", "distributed", "functools"})
 
@@ -100,16 +97,3 @@ def _is_heeded(dask_scheduler: Any) -> bool | None:
 _is_heeded.__module__ = "__main__"  # sent by value, to a scheduler without this package too
 for _name in ("submit", "map", "compute", "persist", "get"):
     setattr(Client, _name, _watched(_name, getattr(Client, _name)))
-
-
-def _no_room(error: Exception) -> DeviceMemoryError:
-    why = (
-        "the values arrive on the current or first device of this process, which has no room for "
-        "them. Gather fewer at a time, or copies on the host: client.gather(client.map(to_device, "
-        'futures, device="cpu"))'
-    )
-    said = "client.gather", "CUDA_ERROR_OUT_OF_MEMORY", 2, why
-    return DeviceMemoryError(*said, requested_nbytes(error))
-
-
-explain_gathers(is_out_of_memory, _no_room)

@@ -224,7 +224,6 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         seen: Sequence[tuple[str, str | None]],
         used: Sequence[str] | None,
         limits: Mapping[str, int],
-        memory_limit: int | None,
     ) -> None:
         if used is None:
             self._withdrawn(address)
@@ -238,8 +237,6 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         )
         self._cluster.announce(address, devices)
         if address in self._cluster.workers:
-            if memory_limit is not None:
-                internals.set_memory_limit(self.scheduler, address, memory_limit)
             self._review()
 
     def _withdrawn(self, address: str) -> None:

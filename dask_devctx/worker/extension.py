@@ -12,13 +12,13 @@ from typing import Any, ParamSpec, TypeVar
 from distributed import Worker
 
 from dask_devctx.annotations import Unannotated
-from dask_devctx.config.options import LOOK_AHEAD, Options, fair_memory, remembered_tasks
+from dask_devctx.config.options import LOOK_AHEAD, Options, remembered_tasks
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.dask_internals import check_worker
 from dask_devctx.dask_internals.serialization import unpickled_later
 from dask_devctx.dask_internals.shuffles import rechunking
-from dask_devctx.dask_internals.worker import has_automatic_limit, limited_memory, metric, own_logs
+from dask_devctx.dask_internals.worker import metric, own_logs
 from dask_devctx.errors import counted
 from dask_devctx.worker.actors import DeviceActors
 from dask_devctx.worker.allocators import allocating
@@ -131,11 +131,6 @@ class DeviceExtension:
                 self._make_room(device) + self.peers.free_staging(device)
             )
             if used:
-                # dask's `memory_limit="auto"` follows from `nthreads`, which is generous here.
-                # Several such workers would have more memory together than there is.
-                fair = fair_memory(len(used))
-                if has_automatic_limit(worker) and fair < worker.memory_manager.memory_limit:
-                    steps.enter_context(limited_memory(worker, fair))
                 self.store = steps.enter_context(
                     storing(
                         worker,

@@ -24,7 +24,7 @@ from distributed.utils_test import async_poll_for
 
 import dask_devctx
 from dask_devctx import DevicePlugin, DeviceRouting, UnsupportedDaskError, dask_internals
-from dask_devctx.dask_internals import ON_A_SCHEDULER, ON_A_WORKER, ON_SPILLING_DATA, tasks
+from dask_devctx.dask_internals import ON_A_SCHEDULER, ON_A_WORKER, tasks
 from dask_devctx.dask_internals import scheduler as of_schedulers
 from dask_devctx.dask_internals import worker as of_workers
 from dask_devctx.dask_internals.tasks import TaskStandIn
@@ -90,7 +90,6 @@ def test_every_name_is_there() -> None:
 
 ON_THEM = [
     *(("Worker", way) for way in ON_A_WORKER),
-    *(("Worker", f"data.{way}") for way in ON_SPILLING_DATA),
     *(("Scheduler", way) for way in ON_A_SCHEDULER),
 ]
 
@@ -135,7 +134,7 @@ def test_arrays_without_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # -- nobody else uses them
 
-TABLES = (*dask_internals.NAMES, *ON_A_WORKER, *ON_SPILLING_DATA, *ON_A_SCHEDULER)
+TABLES = (*dask_internals.NAMES, *ON_A_WORKER, *ON_A_SCHEDULER)
 STEPS = {step for way in TABLES for step in re.findall(r"\w+", way.rpartition(":")[2])}
 # Those of the tables that mean one thing only, and others that no table can have.
 PRIVATE = {step for step in STEPS if re.match("_[a-z]", step)} - {"_max_workers"} | {
@@ -207,7 +206,7 @@ def test_no_other_module_uses_them() -> None:
 
 def test_the_table_finds_them_in_the_door() -> None:
     found = {use for path in (PACKAGE / "dask_internals").glob("*.py") for use in uses(path)}
-    assert found >= {"_work_queue", "stream_handlers", "ts.run_spec =", "zict"}
+    assert found >= {"_work_queue", "stream_handlers", "ts.run_spec ="}
 
 
 # -- what each of them does, where no other test says so

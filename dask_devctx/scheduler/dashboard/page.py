@@ -23,11 +23,6 @@ _TEMPLATES: Final = str(Path(__file__).parent / "templates")
 
 PLOTS: Final = ("glance", "timeline", "memory", "utilization", "transfers", "failures")
 # dask's own pages show one device of each worker, and only where the scheduler has a GPU.
-_REDIRECTS: Final = {
-    "/gpu": "/devices",
-    "/individual-gpu-memory": "/individual-device-memory",
-    "/individual-gpu-utilization": "/individual-device-utilization",
-}
 
 
 def shown(scheduler: Scheduler) -> AbstractContextManager[None]:
@@ -37,7 +32,7 @@ def shown(scheduler: Scheduler) -> AbstractContextManager[None]:
         path: "Devices" if n is PLOTS else f"Device {n[0].title()}" for path, n in plots.items()
     }
     pages = {path: partial(_page, names, menu[path]) for path, names in plots.items()}
-    return added_pages(scheduler, pages, menu=menu, redirects=_REDIRECTS)
+    return added_pages(scheduler, pages, menu=menu)
 
 
 def _page(

@@ -88,7 +88,6 @@ async def announce(
                 ANNOUNCE,
                 seen=[(info.uuid, info.pci_bus_id) for info in found],
                 used=[device.uuid for device in used],
-                memory_limit=worker.memory_manager.memory_limit,
                 limits={device.uuid: nbytes for device, nbytes in (limits or {}).items()},
             )
         except OSError as error:  # also a closed connection, and no answer in time
@@ -122,7 +121,7 @@ async def _no_devices(worker: Worker, turn: Turn, used: Sequence[str] | None) ->
     async with turn as newest:
         if newest:
             with suppress(Exception):  # without the routing there is nothing to withdraw from
-                await _tell(worker, ANNOUNCE, seen=[], used=used, limits={}, memory_limit=None)
+                await _tell(worker, ANNOUNCE, seen=[], used=used, limits={})
 
 
 async def refuse(

@@ -314,7 +314,6 @@ async def test_to_a_worker_whose_limit_allows_the_reservation(client: Any, a: An
 UUIDS = [f"GPU-b33ebc8{n}-95a3-9648-c914-5259efe7a11e" for n in range(2)]
 ANNOUNCEMENT = {
     "protocol": PROTOCOL, "seen": [(uuid, None) for uuid in UUIDS], "used": UUIDS, "limits": {},
-    "memory_limit": None,
 }  # fmt: skip
 
 

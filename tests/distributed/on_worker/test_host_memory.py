@@ -108,19 +108,3 @@ def test_workers_of_a_cluster_have_the_hosts_memory_together(
         cluster.scale(count)
         client.wait_for_workers(count, timeout=20)
         assert limits(client)[0] == [fair] * count
-
-
-@spilling_worker([DevicePlugin(devices=[0])])
-async def test_a_limit_that_was_given_stays(client: Client, worker: Worker) -> None:
-    assert worker.memory_manager.memory_limit == 8 * MIB
-
-
-@on_cluster(64, worker_kwargs={"memory_limit": "auto"})
-async def test_the_limit_comes_back(client: Client, scheduler: Any, worker: Worker) -> None:
-    whole, target = distributed.system.MEMORY_LIMIT, worker.data.n
-    await client.register_plugin(DevicePlugin(devices=[0]))
-    assert worker.memory_manager.memory_limit == whole // 4
-    assert worker.data.n == pytest.approx(target / 4)
-    assert scheduler.total_memory == whole // 4
-    await client.unregister_worker_plugin("devctx")
-    assert (worker.memory_manager.memory_limit, worker.data.n) == (whole, pytest.approx(target))
