@@ -1,4 +1,4 @@
-"""Questions about the machine's devices: the report of ``dask devctx info``, links, shared memory.
+"""Questions about the machine's devices: the report of ``dask devctx info``, shared memory.
 
 None of them creates a context in this process.
 """
@@ -21,7 +21,6 @@ from dask_devctx.errors import DevctxError
 
 logger = logging.getLogger(__name__)
 
-_NO_ACCESS = 100  # the rank of a link without peer access
 _ASK_TIMEOUT_S = 30.0
 _ASK_NBYTES = 2 * 2**20
 _ASK = "from dask_devctx.cuda.inspection import answer; answer()"
@@ -95,29 +94,6 @@ def _peers(info: DeviceInfo, others: tuple[DeviceInfo, ...]) -> tuple[str, ...]:
         for other in others
         if other.uuid != info.uuid and device.can_access_peer(other.uuid)
     )
-
-
-# -- links: NVLink before PCIe
-
-
-def link_rank(device: Device, peer: Device) -> int:
-    """Return how slow the link between two devices is: 0 for the fastest of the machine."""
-    # Asked once for each pair. Where the driver does not answer, all links count as equal.
-    known = device._backend.link_ranks
-    pair = frozenset((device, peer))
-    rank = known.get(pair)
-    if rank is None:
-        rank = known[pair] = _link_rank(device, peer)
-    return rank
-
-
-def _link_rank(device: Device, peer: Device) -> int:
-    try:
-        if not device.can_access_peer(peer):
-            return _NO_ACCESS
-        return device._backend.driver().link_rank(device._ordinal(), peer._ordinal())
-    except DevctxError:
-        return 0
 
 
 # -- memory that processes share

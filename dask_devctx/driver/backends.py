@@ -54,8 +54,6 @@ class Backend:
         self.ordinals: dict[int, Any] = {}
         # The devices of the machine, by the environment's values.
         self.inventories: dict[tuple[str | None, str | None], Any] = {}
-        # The ranks of the links, by the pair of devices.
-        self.link_ranks: dict[frozenset[Any], int] = {}
         # Whether two contexts reach each other's memory, by the pair of their numbers.
         self.peers: dict[frozenset[int | None], bool] = {}
         # The contexts that this process owns, by their numbers: a driver uses handles again.

@@ -77,12 +77,6 @@ class Calls:
             )
         )
 
-    def link_rank(self, ordinal: int, peer: int) -> int:
-        """Return the rank of the link between two devices; the fastest links have 0."""
-        kind = self.types.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK
-        both = self._device(ordinal), self._device(peer)
-        return int(self._value(self.driver.cuDeviceGetP2PAttribute, kind, *both))
-
     def _device(self, ordinal: int) -> Any:
         return self._value(self.driver.cuDeviceGet, ordinal)
 

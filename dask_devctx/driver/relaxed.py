@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from contextlib import suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from dask_devctx.driver import statuses
 from dask_devctx.errors import DriverError
@@ -42,20 +42,23 @@ class RelaxedCapture:
         self._calls.exchange_capture_mode(self._before)
 
 
-class _Addresses(NamedTuple):
-    exchange: int
-    probe: int
-    query: int
-    record_event: int
-    record: int  # 0 where the driver is too old for it
-    capturing: int  # this, and the next: 0 where the driver does not tell them
-    idle: int
+_EXCHANGE: Final = "cuThreadExchangeStreamCaptureMode"
+# The C functions of a look, with the version of CUDA that introduced the signature used here.
+_FUNCTIONS: Final = {
+    _EXCHANGE: 10010,
+    "cuMemFree": 3020,
+    "cuEventQuery": 2000,
+    "cuEventRecord": 2000,
+    "cuStreamIsCapturing": 10000,
+    "cuStreamQuery": 2000,
+}
 
 
 class Look:
     """A look at the progress and the health of the current device, which waits for nothing."""
 
-    # A worker looks before and after each task: with addresses, one call of the extension.
+    # A worker looks before and after each task. With addresses, the extension makes the calls and
+    # keeps the GIL; the bindings release it around each call.
 
     def __init__(self, calls: WorkCalls, checked: Checked) -> None:
         self._calls = calls
@@ -63,22 +66,34 @@ class Look:
         self._answer = array("i", [0])  # the legacy stream itself is never captured
 
     @cached_property
-    def _addresses(self) -> _Addresses | None:
+    def _addresses(self) -> dict[str, int]:
+        """The functions' addresses by name; empty where one of them is not told."""
         address = self._checked.address
-        exchange = address("cuThreadExchangeStreamCaptureMode", 10010)
-        probe, query = address("cuMemFree", 3020), address("cuEventQuery", 2000)
-        record = address("cuEventRecord", 2000)
-        if invoke_relaxed is None or not (exchange and probe and query and record):
+        found = {name: address(name, version) or 0 for name, version in _FUNCTIONS.items()}
+        if invoke_relaxed is None or not all(found.values()):
+            return {}
+        return found | {"cuCtxRecordEvent": address("cuCtxRecordEvent", 12050) or 0}
+
+    @cached_property
+    def _idle(self) -> tuple[int, ...]:
+        """The calls that succeed where the legacy stream is idle and forbidden by no capture."""
+        # While a stream for which it waits is captured, the second one would spoil the graph.
+        by, answer = self._addresses, self._answer.buffer_info()[0]
+        capturing = by["cuStreamIsCapturing"], LEGACY_STREAM, answer
+        return *capturing, by["cuStreamQuery"], LEGACY_STREAM, 0
+
+    def _failed(self, *calls: int) -> tuple[str, int] | None:
+        """Call functions until one fails; return its name and status.
+
+        Each is an address and two numbers.
+        """
+        failed = invoke_relaxed(self._addresses[_EXCHANGE], *calls)
+        if failed is None:
             return None
-        return _Addresses(
-            exchange,
-            probe,
-            query,
-            record,
-            record=address("cuCtxRecordEvent", 12050) or 0,
-            capturing=address("cuStreamIsCapturing", 10000) or 0,
-            idle=address("cuStreamQuery", 2000) or 0,
-        )
+        name = next(name for name, known in self._addresses.items() if known == failed[0])
+        if name == _EXCHANGE:
+            raise self._checked.error(name, failed[1])
+        return name, failed[1]
 
     def __call__(
         self, event: int = 0, context: int = 0, *, query: bool = False, record: bool = False
@@ -86,81 +101,51 @@ class Look:
         """Raise if the device failed; return whether the event was reached, and was recorded."""
         # An event that is queried and not reached is not recorded again. A failing record is no
         # error of the look: probe again to learn whether the device failed meanwhile.
+        reached = query and self.reached(event)
+        self._probe()
+        return reached, record and (reached or not query) and self._record(event, context)
+
+    def _probe(self) -> None:
         by = self._addresses
-        if by is None:  # each call releases the GIL
-            return self._in_python(event, context, query, record)
-        # A stream has room for about a thousand launches. While the legacy stream is full, a record
-        # of the whole context waits, and by its address it would keep the GIL. While a stream is
-        # captured for which the legacy stream waits, a record would spoil the graph.
-        refused = self._refused_by_legacy(by) if record else None
-        record = record and refused != by.capturing
-        at_once = record and refused is None
-        reached, recorded = self._by(by, event, context, query, at_once)
-        if record and not at_once and (reached or not query):
-            with RelaxedCapture(self._calls), suppress(DriverError):
-                recorded = self._calls.event_record_context(event, context)
-        return reached, recorded
+        if not by:
+            with RelaxedCapture(self._calls):
+                self._calls.probe()
+        elif failed := self._failed(by["cuMemFree"], 0, 0):
+            raise self._checked.error(*failed)
+
+    def reached(self, event: int) -> bool:
+        """Return whether the work before an event is done; it need not have been recorded."""
+        by = self._addresses
+        if by:
+            failed = self._failed(by["cuEventQuery"], event, 0)
+            status = failed[1] if failed else 0
+        else:
+            with RelaxedCapture(self._calls):
+                (status,) = self._calls.driver.cuEventQuery(self._calls.types.CUevent(event))
+        if int(status) not in (0, statuses.NOT_READY):
+            raise self._checked.error("cuEventQuery", status)
+        return int(status) == 0
 
     def is_legacy_idle(self) -> bool:
         """Return whether the legacy default stream is idle; False where it cannot be asked."""
-        by = self._addresses
-        return by is not None and self._refused_by_legacy(by) is None
-
-    def reached(self, event: int) -> bool | None:
-        """Return whether an event was reached; None where its function's address is not told."""
-        by = self._addresses
-        if by is None:
-            return None
-        failed = invoke_relaxed(by.exchange, by.query, event, 0)
-        if failed is None or failed == (by.query, statuses.NOT_READY):
-            return failed is None
-        raise self._checked.error("cuEventQuery", failed[1])
+        return bool(self._addresses) and self._failed(*self._idle) is None
 
     def record_if_idle(self, event: int) -> bool:
         """Record an event in the legacy stream if that is idle; return whether it did."""
         by = self._addresses
-        if by is None or not (by.capturing and by.idle):
+        if not by:
             return False
-        captured = by.capturing, LEGACY_STREAM, self._answer.buffer_info()[0]
-        recorded = by.record_event, event, LEGACY_STREAM
-        return invoke_relaxed(by.exchange, *captured, by.idle, LEGACY_STREAM, 0, *recorded) is None
+        return self._failed(*self._idle, by["cuEventRecord"], event, LEGACY_STREAM) is None
 
-    def _refused_by_legacy(self, by: _Addresses) -> int | None:
-        """Return None if the legacy stream is idle, or else the call that does not say so."""
-        # While a stream for which it waits is captured, the second question would spoil the graph.
-        if not (by.capturing and by.idle):
-            return -1
-        capturing = by.capturing, LEGACY_STREAM, self._answer.buffer_info()[0]
-        failed = invoke_relaxed(by.exchange, *capturing, by.idle, LEGACY_STREAM, 0)
-        return None if failed is None else failed[0]
-
-    def _by(
-        self, by: _Addresses, event: int, context: int, query: bool, record: bool
-    ) -> tuple[bool, bool]:
-        wanted = [by.query, event, 0] if query else []
-        wanted += [by.probe, 0, 0]
-        if record and by.record:
-            wanted += [by.record, context, event]
-        failed = invoke_relaxed(by.exchange, *wanted)
-        if failed is None:
-            return query, record and by.record != 0
-        address, status = failed
-        if address == by.query and status == statuses.NOT_READY:
-            self()
-            return False, False
-        if address == by.record:
-            return query, False
-        names = {by.query: "cuEventQuery", by.probe: "cuMemFree"}
-        raise self._checked.error(names.get(address, "cuThreadExchangeStreamCaptureMode"), status)
-
-    def _in_python(self, event: int, context: int, query: bool, record: bool) -> tuple[bool, bool]:
-        calls = self._calls
-        with RelaxedCapture(calls):
-            reached = query and calls.event_done(event)
-            calls.probe()
-            recorded = False
-            if record and (reached or not query):
-                with suppress(DriverError):
-                    free = not calls.is_capturing(LEGACY_STREAM)
-                    recorded = free and calls.event_record_context(event, context)
-        return reached, recorded
+    def _record(self, event: int, context: int) -> bool:
+        """Record all work of a context in an event, unless that would spoil a capture."""
+        # A stream has room for about a thousand launches. While the legacy stream is full, the
+        # record waits, and by its address it would keep the GIL.
+        if record := self._addresses.get("cuCtxRecordEvent"):
+            failed = self._failed(*self._idle, record, context, event)
+            if failed is None or failed[0] != "cuStreamQuery":
+                return failed is None
+        with RelaxedCapture(self._calls), suppress(DriverError):
+            free = not self._calls.is_capturing(LEGACY_STREAM)
+            return free and self._calls.event_record_context(event, context)
+        return False

@@ -102,16 +102,7 @@ class WorkCalls:
 
     def event_done(self, event: int) -> bool:
         """Return whether the work before the event is done; it need not have been recorded."""
-        reached = self.look.reached(event)
-        if reached is not None:
-            return reached
-        with RelaxedCapture(self):
-            (status,) = self.driver.cuEventQuery(self.types.CUevent(event))
-        if int(status) == statuses.NOT_READY:
-            return False
-        if status != 0:
-            raise self._error("cuEventQuery", status)
-        return True
+        return self.look.reached(event)
 
     def event_seconds(self, start: int, end: int) -> float:
         """Return the seconds from one timed event to another; the work of both is done."""

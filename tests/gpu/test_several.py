@@ -16,9 +16,7 @@ import dask
 import pytest
 from distributed import Client
 
-from dask_devctx import Device, LocalDeviceCluster, driver, task_devices
-from dask_devctx.cuda.inspection import link_rank
-from dask_devctx.driver import backends
+from dask_devctx import LocalDeviceCluster, task_devices
 from tests.gpu.own_process import answer_of
 
 pytestmark = pytest.mark.timeout(320)
@@ -162,11 +160,3 @@ def test_work_of_several_gpus_beside_that_of_one(name: str, count: int) -> None:
     assert found["devices"] == [count]
     assert found["filled"] == list(range(count))
     assert found["overlaps"] == 0
-
-
-@pytest.mark.gpu(count=2)
-def test_the_driver_ranks_links() -> None:
-    with driver.use(backends.real()):
-        rank = link_rank(Device(0), Device(1))
-    print(json.dumps({"rank": rank}))
-    assert rank >= 0

@@ -39,7 +39,6 @@ class SimulatedGPU:
     mig: tuple[str, ...] | None = None  # the "MIG-…" UUIDs; None where MIG mode is off
     numa_node: int = 0
     peers: frozenset[int] | None = None  # the GPUs whose memory it can reach; None for all
-    nvlinks: frozenset[int] | None = None  # those that it reaches over NVLink; None for all
     compute_mode: str = "default"  # "exclusive" while another process has it, or "prohibited"
     lost: bool = False  # whether it has fallen off the bus
     used_memory: int = 0
@@ -169,18 +168,6 @@ class SimulatedDevices:
     @function(1)
     def cuDeviceCanAccessPeer(self, device: Any, peer: Any) -> tuple[Any, ...]:
         return OK, int(self._reaches(self._gpu(device), self._gpu(peer)))
-
-    @function(1)
-    def cuDeviceGetP2PAttribute(self, attribute: Any, device: Any, peer: Any) -> tuple[Any, ...]:
-        kind = types.CUdevice_P2PAttribute
-        if attribute != kind.CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK:
-            raise AttributeError(f"the simulated driver has no {attribute}")
-        gpu, other = self._gpu(device), self._gpu(peer)
-        if other is gpu:
-            return (Status.CUDA_ERROR_INVALID_DEVICE,)
-        if not self._reaches(gpu, other):
-            return OK, 2
-        return OK, int(gpu.nvlinks is not None and other.index not in gpu.nvlinks)
 
     @staticmethod
     def _reaches(gpu: SimulatedGPU, other: SimulatedGPU) -> bool:

@@ -10,7 +10,6 @@ from dask_devctx import driver
 from dask_devctx.annotations import ANY_DEVICE, Request, not_an_annotation
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
-from dask_devctx.cuda.inspection import link_rank
 from dask_devctx.cuda.on_device import refuse_twice
 from dask_devctx.errors import (
     DevctxError,
@@ -188,7 +187,7 @@ class Placement:
         if request.number == 1:
             return (choose(self._policy, candidates),)
         located = [(one.nbytes, frozenset(one.copies)) for one in inputs]
-        return choose_group(candidates, request.number, located, link_rank)
+        return choose_group(candidates, request.number, located)
 
     def _check_limits(self, request: Request, group: Sequence[Device]) -> None:
         nbytes = request.nbytes or 0
