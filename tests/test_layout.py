@@ -21,7 +21,6 @@ LONGER = {
     "client/timeline.py": 400,
     "cuda/context.py": 540,  # what every context has, and the primary one
     "cuda/device.py": 440,
-    "cuda/suspending.py": 374,  # functions, coroutines and generators, in scopes that wait, too
     "errors.py": 640,  # the tree of errors: read one by one
     "simulated_array.py": 480,
     "worker/run.py": 355,

@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, NoReturn, Self, overload
+from typing import TYPE_CHECKING, NoReturn, Self
 
 from dask_devctx import driver
 from dask_devctx.cuda.properties import (
@@ -135,21 +135,9 @@ class Context(RunningScope):
             raise
         own.close()
 
-    @overload
     @classmethod
-    def current(cls, *, required: Literal[False] = False) -> Context | None: ...
-    @overload
-    @classmethod
-    def current(cls, *, required: Literal[True]) -> Context: ...
-
-    @classmethod
-    def current(cls, *, required: bool = False) -> Context | None:
+    def current(cls) -> Context | None:
         """Return the context that is current on this thread, borrowed, or None.
-
-        Parameters
-        ----------
-        required
-            Raise if no context is current, instead of returning None.
 
         Returns
         -------
@@ -158,11 +146,6 @@ class Context(RunningScope):
             it is primary; otherwise an object that borrows it and never destroys it. None if no
             context is current, as on a machine without a driver.
 
-        Raises
-        ------
-        DevctxError
-            A context is required, and none is current.
-
         References
         ----------
         ``cuCtxGetCurrent``, ``cuCtxGetId``.
@@ -170,11 +153,6 @@ class Context(RunningScope):
         backend = driver.backend()
         handle = backend.current_context()
         if not handle:
-            if required:
-                raise DevctxError(
-                    "no context is current on this thread. Enter one, with 'with Device(n):', or "
-                    "ask for the one that you mean: Device(n).primary_context"
-                )
             return None
         calls = backend.driver()
         identity = calls.context_id(handle)

@@ -33,8 +33,8 @@ def on_device(
     Returns
     -------
     callable
-        A decorator. It takes a function, coroutine function, generator function or asynchronous
-        generator function, and returns one of the same kind that runs on the device.
+        A decorator. It takes a function, coroutine function or generator function, and returns one
+        of the same kind that runs on the device.
 
     Raises
     ------

@@ -10,10 +10,10 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Final, Generic, Literal, ParamSpec, Protocol, Self, TypeVar
+from typing import Any, Final, Generic, Literal, ParamSpec, Self, TypeVar
 
 from dask_devctx.cuda.scope import Scope, leave_nothing_current, open_scopes, raise_or_note
 from dask_devctx.errors import DevctxError
@@ -23,14 +23,6 @@ S = TypeVar("S", bound=Scope)
 T = TypeVar("T")
 
 _NOTHING: Any = object()
-
-
-class _Suspending(Protocol):
-    """A coroutine, a generator, or a step of an asynchronous generator."""
-
-    def send(self, value: Any, /) -> Any: ...
-    def throw(self, error: BaseException, /) -> Any: ...
-    def close(self) -> Any: ...
 
 
 _Scope = AbstractContextManager[Any]
@@ -74,12 +66,12 @@ def within(scope: _Scope, result: Any) -> Any:
         # would then warn that the inner one was never awaited.
         weakref.finalize(outer, _close_unstarted, result).atexit = False
     elif isinstance(result, types.GeneratorType):
-        # A generator that types.coroutine decorates can be awaited.
-        import inspect  # imported late: it takes longer than all other imports here together
-
-        outer = (awaiting if inspect.isawaitable(result) else drive)(scope, result)
+        outer = drive(scope, result)
     elif isinstance(result, types.AsyncGeneratorType):
-        outer = _asynchronous_generator(scope, result)
+        raise TypeError(
+            f"the asynchronous generator {result.__qualname__} cannot run in {scope!r}. Decorate a "
+            "coroutine function that makes one item, and await it for each"
+        )
     else:
         return result
     outer.__name__, outer.__qualname__ = result.__name__, result.__qualname__
@@ -87,13 +79,13 @@ def within(scope: _Scope, result: Any) -> Any:
 
 
 def _close_unstarted(inner: Coroutine[Any, Any, Any]) -> None:
-    import inspect
+    import inspect  # imported late: it takes longer than all other imports here together
 
     if inspect.getcoroutinestate(inner) == inspect.CORO_CREATED:
         inner.close()
 
 
-def drive(scope: _Scope, inner: _Suspending) -> Generator[Any, Any, Any]:
+def drive(scope: _Scope, inner: Any) -> Generator[Any, Any, Any]:
     """Run ``inner``, entering the scope at each resume and leaving it at each suspend."""
     # This yields its items, passes on all that is sent and thrown, GeneratorExit included, and
     # returns its result.
@@ -143,50 +135,6 @@ def _and_wait(scope: Synchronized[Any], inner: Any) -> Generator[Any, Any, Any]:
 async def _coroutine(scope: _Scope, inner: Coroutine[Any, Any, T]) -> T:
     result: T = await awaiting(scope, inner)
     return result
-
-
-_END: Any = object()
-
-
-async def _or_end(step: Awaitable[T]) -> T:
-    """Await one step of an asynchronous generator; its end is a value here, not an exception."""
-    try:
-        return await step
-    except StopAsyncIteration:
-        end: T = _END
-        return end
-
-
-async def _asynchronous_generator(
-    scope: _Scope, inner: AsyncGenerator[T, Any]
-) -> AsyncGenerator[T, Any]:
-    step: Any = _or_end(_first_step(inner))
-    while True:
-        try:
-            item = await awaiting(scope, step)
-        finally:
-            step = None  # it may hold an exception whose traceback refers to this frame
-        if item is _END:
-            return
-        try:
-            step = _or_end(inner.asend((yield item)))
-        except GeneratorExit:
-            await awaiting(scope, inner.aclose().__await__())
-            raise
-        except BaseException as error:
-            step = _or_end(inner.athrow(error))
-
-
-def _first_step(inner: AsyncGenerator[T, Any]) -> Awaitable[T]:
-    """Start a generator without the event loop's hooks."""
-    # The loop closes the generators that its hooks have seen, when they are dropped and when it
-    # shuts down. It has seen the outer one, which closes this one on its device.
-    hooks = sys.get_asyncgen_hooks()
-    sys.set_asyncgen_hooks(None, None)
-    try:
-        return inner.__anext__()
-    finally:
-        sys.set_asyncgen_hooks(*hooks)
 
 
 class RunningScope(Scope):

@@ -6,6 +6,7 @@ whatever library the arrays are of.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -43,30 +44,17 @@ _ON_DEVICE: Final = 2
 class Library(NamedTuple):
     """The functions for a library's arrays; the last two are called on the array's device."""
 
-    name: str
+    name: str  # the first module and the own name of the arrays' type
     pointer: Callable[[Any], int]
     dense: Callable[[Any], Any]  # in C order
     empty: Callable[[tuple[int, ...], Any, Device], Any]  # of shape and type; bytes for None
-
-
-def of_type(kind: type) -> Library | None:
-    """Return the functions for a type of arrays, if it is one of a known library."""
-    name = kind.__module__.partition(".")[0], kind.__name__
-    return named(_NAMES[name]) if name in _NAMES else None
-
-
-def named(library: str) -> Library:
-    """Return the functions of a library, which is imported."""
-    if library not in _known:
-        _known[library] = _MAKERS[library]()
-    return _known[library]
 
 
 def _cupy() -> Library:
     import cupy
 
     return Library(
-        "cupy",
+        "cupy.ndarray",
         lambda array: int(array.data.ptr),
         cupy.ascontiguousarray,
         lambda shape, dtype, device: cupy.empty(shape, cupy.uint8 if dtype is None else dtype),
@@ -77,7 +65,7 @@ def _torch() -> Library:
     import torch
 
     return Library(
-        "torch",
+        "torch.Tensor",
         lambda tensor: int(tensor.data_ptr()),
         lambda tensor: tensor.detach().resolve_conj().resolve_neg().contiguous(),
         lambda shape, dtype, device: torch.empty(
@@ -88,43 +76,20 @@ def _torch() -> Library:
     )
 
 
-def _numba() -> Library:
-    from numba import cuda
-
-    def empty(shape: tuple[int, ...], dtype: Any, device: Device) -> Any:
-        with cuda.gpus[device.device_id]:  # Numba keeps its own record of it
-            return cuda.device_array(shape, np.uint8 if dtype is None else dtype)
-
-    def dense(array: Any) -> Any:
-        if array.flags["C_CONTIGUOUS"]:
-            return array
-        ordinal = array.gpu_data.context.device.id
-        with cuda.gpus[ordinal]:
-            made = cuda.device_array(array.shape, array.dtype)
-            made[(slice(None),) * array.ndim] = array
-        return made
-
-    return Library(
-        "numba",
-        lambda array: int(array.__cuda_array_interface__["data"][0] or 0),
-        dense,
-        empty,
-    )
+# Functions that return the library of a type, by its name.
+LIBRARIES: Final[dict[str, Callable[[], Library]]] = {"cupy.ndarray": _cupy, "torch.Tensor": _torch}
 
 
-_MAKERS: Final = {"cupy": _cupy, "torch": _torch, "numba": _numba}
-_NAMES: Final = {
-    ("cupy", "ndarray"): "cupy",
-    ("torch", "Tensor"): "torch",
-    ("numba", "DeviceNDArray"): "numba",
-    ("numba_cuda", "DeviceNDArray"): "numba",
-}
-_known: dict[str, Library] = {}
+def of_type(kind: type) -> Library | None:
+    """Return the functions for a type of arrays, if it is one of a known library."""
+    name = f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
+    return named(name) if name in LIBRARIES else None
 
 
-def register(name: tuple[str, str], library: Library) -> None:
-    """Register the functions of a type, by its first module and its own name."""
-    _NAMES[name], _known[library.name] = library.name, library
+@functools.cache
+def named(library: str) -> Library:
+    """Return the functions of a library, which is imported."""
+    return LIBRARIES[library]()
 
 
 # -- the pieces

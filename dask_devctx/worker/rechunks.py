@@ -274,6 +274,7 @@ def _pieces() -> Any:
     def dense(array: Any) -> Any:
         return array if array.flags.c_contiguous else array.copy("C")
 
-    simulated = pieces.Library("simulated", lambda array: array._pointer, dense, empty)
-    pieces.register(("dask_devctx", "SimulatedArray"), simulated)
+    name = "dask_devctx.SimulatedArray"
+    simulated = pieces.Library(name, lambda array: array._pointer, dense, empty)
+    pieces.LIBRARIES[name] = lambda: simulated
     return pieces

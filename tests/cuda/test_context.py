@@ -22,7 +22,7 @@ from dask_devctx import (
     StreamPriorityRange,
     driver,
 )
-from dask_devctx.errors import DevctxError, DeviceScopeError, DriverError
+from dask_devctx.errors import DeviceScopeError, DriverError
 from tests.addressed import AddressedDriver
 
 
@@ -281,14 +281,6 @@ def test_collected_unclosed(machine, caplog):
 
 
 # -- the current one
-
-
-def test_current_that_is_required(backend):
-    with pytest.raises(DevctxError, match=r"no context is current on this thread\. Enter one"):
-        Context.current(required=True).limits  # noqa: B018
-    with Device(0):
-        assert Context.current(required=True) is Device(0).primary_context
-        assert Context.current(required=True).limits[Limit.STACK_SIZE] > 0
 
 
 def test_current_is_borrowed(backend):

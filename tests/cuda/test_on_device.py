@@ -10,7 +10,6 @@ import functools
 import gc
 import inspect
 import pickle
-import types
 import weakref
 
 import cloudpickle
@@ -283,20 +282,6 @@ def test_never_awaited_warns_once_with_its_own_name():
     assert len(caught) == 1
 
 
-def test_coroutine_of_a_decorated_generator():
-    @on_device(1)
-    @types.coroutine
-    def old_style():
-        before = ordinal()
-        yield from asyncio.sleep(0).__await__()
-        return before, ordinal()
-
-    async def main():
-        return await old_style(), ordinal()
-
-    assert asyncio.run(main()) == ((1, 1), None)
-
-
 def test_failing_restore_is_not_hidden_by_a_return(machine):
     def fail():
         machine.faults.inject("cuCtxSetCurrent", CUresult.CUDA_ERROR_UNKNOWN)
@@ -310,19 +295,7 @@ def test_failing_restore_is_not_hidden_by_a_return(machine):
         yield 1
         fail()
 
-    @on_device(1)
-    async def ends_too():
-        yield 1
-        fail()
-
-    async def all_of(asynchronous):
-        return [item async for item in asynchronous]
-
-    for run in (
-        lambda: returns().send(None),
-        lambda: list(ends()),
-        lambda: asyncio.run(all_of(ends_too())),
-    ):
+    for run in (lambda: returns().send(None), lambda: list(ends())):
         with pytest.raises(DriverError):
             run()
         driver.backend().calls.set_current(0)
@@ -343,21 +316,6 @@ def echo(log):
                 received = f"caught {error.args[0]}"
         return "returned"
     finally:
-        log.append(("closed", ordinal()))
-
-
-async def async_echo(log):
-    received = None
-    try:
-        while received != "stop":
-            try:
-                await asyncio.sleep(0)
-                log.append(ordinal())
-                received = yield received
-            except KeyError as error:
-                received = f"caught {error.args[0]}"
-    finally:
-        await asyncio.sleep(0)
         log.append(("closed", ordinal()))
 
 
@@ -413,51 +371,12 @@ def test_thrown_exceptions_are_not_kept():
         gc.enable()
 
 
-def test_async_generator(way):
-    async def main():
-        log = []
-        generator = way(async_echo)(log)
-        assert await anext(generator) is None
-        assert ordinal() is None
-        assert way.waited(1)  # not at the await
-        assert await generator.asend("a") == "a"
-        assert await generator.athrow(KeyError("k")) == "caught k"
-        assert await anext(generator) is None
-        with pytest.raises(StopAsyncIteration):
-            await generator.asend("stop")
-        with pytest.raises(StopAsyncIteration):
-            await anext(generator)
-        return log
+def test_an_asynchronous_generator_is_refused(way):
+    async def make():
+        yield 1
 
-    assert asyncio.run(main()) == [1, 1, 1, 1, ("closed", 1)]
-
-
-def test_async_generators_that_are_closed_dropped_or_left_to_the_end_of_the_loop():
-    """The loop closes those it knows in any order; it must know ours only, and not the inner."""
-    log, kept, complaints = [], [], []
-    make = on_device(1)(async_echo)
-
-    async def main():
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda loop, context: complaints.append(context))
-        await make(log).aclose()  # not begun
-        closed, dropped = make(log), make(log)
-        await anext(closed)
-        await closed.aclose()
-        await closed.aclose()
-        await anext(dropped)
-        del dropped
-        gc.collect()
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert log == [1, ("closed", 1)] * 2
-        for _ in range(30):
-            kept.append(make(log))
-            await anext(kept[-1])
-
-    asyncio.run(main())
-    assert log[4:] == [1] * 30 + [("closed", 1)] * 30
-    assert complaints == []
+    with pytest.raises(TypeError, match=r"the asynchronous generator .*make cannot run in"):
+        way(make)()
 
 
 # -- what kind of function it is stays visible
@@ -469,7 +388,6 @@ def test_async_generators_that_are_closed_dropped_or_left_to_the_end_of_the_loop
         (Model.coroutine.__wrapped__, inspect.iscoroutinefunction, None),
         (functools.partial(Model.coroutine), inspect.iscoroutinefunction, None),
         (echo, inspect.isgeneratorfunction, inspect.isgenerator),
-        (async_echo, inspect.isasyncgenfunction, inspect.isasyncgen),
     ],
 )
 def test_kind_of_function(function, tells, made):
