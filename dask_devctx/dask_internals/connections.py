@@ -19,7 +19,7 @@ from distributed.worker_state_machine import (
     WorkerState,
 )
 
-from dask_devctx.dask_internals.replacing import in_place
+from dask_devctx.dask_internals.worker import replaced
 
 Connect = Callable[..., Awaitable[Any]]
 
@@ -33,7 +33,7 @@ def wrapped_connect(
     worker: Worker, wrap: Callable[[Connect], Connect]
 ) -> AbstractContextManager[None]:
     """While it is open, a wrapper makes a worker's connections to other workers."""
-    return in_place(worker.rpc, "connect", wrap)
+    return replaced(vars(worker.rpc), "connect", wrap(worker.rpc.connect))
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def tasks_fail_with_unread_inputs(worker: Worker) -> AbstractContextManager[None
 
         return gather
 
-    return in_place(worker, "gather_dep", wrap)
+    return replaced(vars(worker), "gather_dep", wrap(worker.gather_dep))
 
 
 @dataclass

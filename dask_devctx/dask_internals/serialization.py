@@ -16,7 +16,7 @@ from typing import Any, Final
 from distributed import Worker
 from distributed.protocol import core, pickle
 
-from dask_devctx.dask_internals.replacing import replaced
+from dask_devctx.dask_internals.worker import replaced
 
 # The module of a task's class is the first name in its pickle.
 _OF_A_TASK: Final = b"dask._task_spec"

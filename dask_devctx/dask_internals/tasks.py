@@ -13,7 +13,7 @@ from dask._task_spec import DataNode, GraphNode, Task
 from distributed import Worker
 from distributed.worker_state_machine import ExecuteFailureEvent, ExecuteSuccessEvent
 
-from dask_devctx.dask_internals.replacing import replaced
+from dask_devctx.dask_internals.worker import replaced
 
 logger = logging.getLogger(__name__)
 

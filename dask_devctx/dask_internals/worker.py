@@ -6,7 +6,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, MutableMapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from logging.handlers import QueueHandler
 from typing import Any
 
@@ -15,9 +15,23 @@ from distributed.core import error_message
 from distributed.utils import thread_state
 
 from dask_devctx.dask_internals import unsupported
-from dask_devctx.dask_internals.replacing import changed, replaced
 
 _MISSING = object()
+
+
+@contextmanager
+def replaced(entries: MutableMapping[str, Any], name: str, value: object) -> Iterator[None]:
+    """While it is open, an entry has another value; one set meanwhile by others stays."""
+    before = entries.get(name, _MISSING)
+    entries[name] = value
+    try:
+        yield
+    finally:
+        if entries.get(name, _MISSING) == value:
+            if before is _MISSING:
+                del entries[name]
+            else:
+                entries[name] = before
 
 
 @contextmanager
@@ -220,11 +234,16 @@ def _set_data(worker: Worker, data: MutableMapping[Any, Any]) -> None:
 _MESSAGE_NBYTES = 50_000_000
 
 
-def larger_messages(worker: Worker, nbytes: int) -> AbstractContextManager[None]:
+@contextmanager
+def larger_messages(worker: Worker, nbytes: int) -> Iterator[None]:
     """While it is open, a worker asks another one for up to so many bytes of values at once.
 
     A limit that the user configured does not change.
     """
     before = worker.state.transfer_message_bytes_limit
-    nbytes = max(nbytes, before) if before == _MESSAGE_NBYTES else before
-    return changed(worker.state, "transfer_message_bytes_limit", nbytes)
+    if before == _MESSAGE_NBYTES:
+        worker.state.transfer_message_bytes_limit = max(nbytes, before)
+    try:
+        yield
+    finally:
+        worker.state.transfer_message_bytes_limit = before
