@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 EXTRAS := test,demo,lint,docs$(shell command -v nvidia-smi >/dev/null 2>&1 && echo ,gpu)
 TEST_ARGS ?= --numprocesses 2 --dist loadfile
 
-.PHONY: ready demo gallery test test-long soak trials upstream audit lint docs dist-check format clean
+.PHONY: ready demo gallery test test-long soak upstream audit lint docs dist-check format clean
 
 # The virtual environment alone.
 ready: $(VENV)/ready
@@ -30,10 +30,6 @@ test-long: $(VENV)/ready
 # Many tasks while things break, on simulated devices; SOAK_ARGS="--help" says what can be set.
 soak: $(VENV)/ready
 	$(BIN)/python -m tests.soak $(SOAK_ARGS)
-
-# Random graphs while the plugin changes, or a call of the driver fails: TRIALS of each.
-trials: $(VENV)/ready
-	TRIALS=$(or $(TRIALS),200) $(BIN)/python -m pytest tests/failures/test_trials.py
 
 # distributed's own tests without and with the plugin; UPSTREAM_ARGS="--help" says what can be set.
 upstream: $(VENV)/ready

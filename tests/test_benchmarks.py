@@ -21,10 +21,8 @@ from benchmarks.__main__ import main
 from benchmarks.case import TINY, Case, Contender, ContenderFailedError, Size
 from benchmarks.host import Entry, started
 from benchmarks.measure import measure, verdict
-from benchmarks.report import as_data, judgement, own_targets, table
+from benchmarks.report import as_data, judgement, table
 from dask_devctx import driver
-from dask_devctx.driver.simulated import SimulatedMachine
-from tests.addressed import addressed
 
 ROOT = Path(__file__).parent.parent
 
@@ -121,24 +119,6 @@ def test_ours_failing_is_told_by_the_status(
     assert "FAILED: ours: it has had enough" in done.output
 
 
-def test_the_scope_subject_where_the_driver_tells_its_addresses(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pytest.importorskip("dask_devctx.driver._scope", reason="the extension was not built")
-    monkeypatch.setenv(driver.SIMULATED_DEVICES_VARIABLE, "2")
-    with driver.use(addressed(SimulatedMachine(2))):
-        cases = []
-        for case in subjects.load("scope").cases(TINY):
-            measured = measure(case, TINY)
-            assert table(case, measured).startswith(case.name)
-            cases.append(as_data(case, measured))
-    names = {one["name"] for one in cases[0]["contenders"]}
-    assert {"dask_devctx", "dask_devctx, in Python", "cuda.bindings"} <= names
-    for case in cases:
-        for one in case["contenders"]:
-            assert "NOT" not in one["remark"], one
-
-
 def _constant(name: str, value: float, **options: object) -> Contender:
     return Contender(name, lambda count: value * count, **options)  # type: ignore[arg-type]
 
@@ -199,19 +179,6 @@ def test_a_contender_that_fails_is_reported_and_stops_nobody() -> None:
     data = as_data(case, measured)
     assert data["failed"] == [{"name": "fails", "reason": "it has had enough"}]
     assert [len(one["values"]) for one in data["contenders"]] == [3, 3]
-
-
-def test_a_contender_can_have_a_target_of_its_own() -> None:
-    contenders = [
-        _constant("with", 5e-4, role="ours"),
-        _constant("without", 4.9e-4, at_most=1.03, at_most_more=5e-6),
-    ]
-    case = Case("a case", "task", contenders)
-    measured = measure(case, Size(rounds=3, round_s=0))
-    assert own_targets(case, measured) == [
-        "ours ÷ without = 1.020, target at most 1.03: met",
-        "ours less without = 10.0 µs, target at most 5.00 µs: MISSED",
-    ]
 
 
 class _Held:

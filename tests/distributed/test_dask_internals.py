@@ -18,16 +18,11 @@ from typing import Any
 import dask
 import distributed
 import pytest
-from dask._task_spec import GraphNode
-from distributed import Event, Status, Worker, WorkerPlugin
-from distributed.utils_test import async_poll_for
 
 import dask_devctx
 from dask_devctx import DevicePlugin, DeviceRouting, UnsupportedDaskError, dask_internals
-from dask_devctx.dask_internals import ON_A_SCHEDULER, ON_A_WORKER, tasks
-from dask_devctx.dask_internals import scheduler as of_schedulers
+from dask_devctx.dask_internals import ON_A_SCHEDULER, ON_A_WORKER
 from dask_devctx.dask_internals import worker as of_workers
-from dask_devctx.dask_internals.tasks import TaskStandIn
 from tests.distributed.changes import changes_of
 from tests.distributed.devices import on_cluster
 
@@ -212,81 +207,6 @@ def test_the_table_finds_them_in_the_door() -> None:
 # -- what each of them does, where no other test says so
 
 
-def blocks() -> None:
-    Event("go-on").wait()
-
-
-class StandIn(TaskStandIn):
-    __slots__ = ("is_coro", "task")
-
-    def __init__(self, task: Any) -> None:
-        self.task = task
-        self.is_coro = task.is_coro
-
-    def __call__(self, data: Any = ()) -> Any:
-        return self.task(data) + 1
-
-
-@on_cluster(2)
-async def test_a_worker_calls_what_takes_a_tasks_place(client: Any, worker: Any) -> None:
-    ended: list[Any] = []
-
-    def begin(ts: Any) -> StandIn:
-        ts.metadata["mark"] = "mine"
-        return StandIn(ts.run_spec)
-
-    def end(ts: Any, stand_in: Any, event: Any) -> Any:
-        ended.append((ts.key, tasks.STATES.get(event.__class__, "released"), type(stand_in)))
-        return event
-
-    with tasks.executed_by(worker, begin, end):
-        assert await client.submit(lambda x: x, 1, key="one") == 2
-        assert worker.state.tasks["one"].metadata == {"mark": "mine"}
-        assert isinstance(worker.state.tasks["one"].run_spec, GraphNode)
-        with pytest.raises(ZeroDivisionError):
-            await client.submit(divmod, 1, 0, key="two")
-    assert ended == [("one", "memory", StandIn), ("two", "error", StandIn)]
-    assert "execute" not in vars(worker)
-    assert await client.submit(lambda x: x, 1, key="three") == 1
-
-
-@pytest.mark.parametrize("expected", [True, False])
-@on_cluster(2, config={"distributed.scheduler.allowed-failures": 0})
-async def test_a_worker_that_leaves(
-    client: Any, scheduler: Any, worker: Any, expected: bool
-) -> None:
-    future = client.submit(blocks, key="runs")
-    await async_poll_for(lambda: "runs" in worker.active_keys, timeout=10)
-    assert of_workers.leave_nanny(worker) is None
-    await of_workers.leave_scheduler(worker, expected=expected)
-    assert not scheduler.workers
-    assert worker.status is Status.running, "it was not to close by order"
-    assert (scheduler.tasks[future.key].state == "erred") is not expected
-    await Event("go-on", client).set()
-    await worker.close(nanny=False)
-
-
-@on_cluster()
-async def test_a_worker_that_does_not_start(client: Any, scheduler: Any) -> None:
-    class Fails(WorkerPlugin):
-        name = "fails"
-
-        def setup(self, worker: Worker) -> None:
-            joining.append(of_workers.is_joining(worker))
-            raise ZeroDivisionError
-
-    joining: list[bool] = []
-    worker = Worker(scheduler.address)
-    assert not of_workers.has_nanny(worker)
-    of_workers.set_up_at_start(worker, Fails())
-    with pytest.raises(RuntimeError, match="failed to start"):
-        await worker
-    assert joining == [True]
-    assert not scheduler.workers
-    async with Worker(scheduler.address) as worker:
-        assert not of_workers.is_joining(worker)
-
-
 class _Value:
     """An object that can be referred to weakly."""
 
@@ -340,19 +260,3 @@ def test_annotations_are_kept_until_the_last_is_closed(child: Any) -> None:
         assert now() == before
 
     child(keeps)
-
-
-@pytest.mark.parametrize(
-    ("topic", "event", "address"),
-    [
-        ("tcp://a:1", {"action": "closing-worker", "reason": "nanny-close"}, "tcp://a:1"),
-        ("tcp://a:1", {"action": "closing-worker", "reason": "signal-15"}, None),
-        ("tcp://a:1", {"action": "closing-worker", "reason": []}, None),
-        ("all", {"action": "remove-worker", "worker": "b", "stimulus_id": "retire-workers-1"}, "b"),
-        ("all", {"action": "remove-worker", "worker": "b", "stimulus_id": "handle-worker"}, None),
-        ("all", {"action": "remove-worker", "worker": "b"}, None),
-        ("all", "closing-worker", None),
-    ],
-)
-def test_a_worker_that_leaves_for_good(topic: str, event: Any, address: str | None) -> None:
-    assert of_schedulers.leaves_for_good(topic, event) == address

@@ -16,7 +16,7 @@ import dask
 import pynvml
 import pytest
 from dask._task_spec import Task
-from distributed import Event, Worker, get_worker, worker_client
+from distributed import Event, Nanny, Worker, get_worker, worker_client
 from distributed.utils_test import async_poll_for
 from distributed.worker_state_machine import ComputeTaskEvent
 
@@ -141,6 +141,18 @@ async def test_registering_anew(client: Any, worker: Any) -> None:
     await client.register_plugin(DevicePlugin(tasks_per_device=3))
     assert set(worker.executors) == executors
     assert await client.gather([client.submit(here, i, pure=False) for i in range(4)])
+
+
+@on_cluster(1, 1, Worker=Nanny, config={"distributed.worker.preload": ["dask_devctx"]})
+async def test_restarts(client: Any, scheduler: Any) -> None:
+    future = client.submit(here, 1)
+    assert await future is not None
+    before = set(scheduler.workers)
+    await client.restart()
+    assert future.cancelled()
+    assert len(scheduler.workers) == 2
+    assert not before & set(scheduler.workers)
+    assert await client.submit(here, 2) is not None
 
 
 @on_cluster(8)

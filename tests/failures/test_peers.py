@@ -7,7 +7,6 @@ fails, while it is under way.
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,17 +124,3 @@ def _all_is_well(client: Client, survivor: str, other: str) -> None:
     assert peers.send(client, peers.array, peers.last, [survivor, other]) == (1.0, True)
     assert peers.send(client, peers.array, peers.last, [other, survivor]) == (1.0, True)
     assert peers.nothing_staged(client)
-
-
-@pytest.mark.long
-def test_the_memory_of_a_worker_that_is_gone_is_not_kept_open() -> None:
-    with peers.cluster(3) as (client, workers):
-        pids = client.run(_pid)
-        assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
-        assert client.run(_closed, workers=workers[1:2])[workers[1]] == 0
-        os.kill(pids[workers[0]], signal.SIGKILL)
-        assert peers.until(lambda: client.run(_closed, workers=workers[1:2])[workers[1]], 60)
-
-
-def _closed() -> int:
-    return int(peers.faults().calls["cuIpcCloseMemHandle"])

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import signal
-import sys
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -140,40 +139,6 @@ def test_numbers(
     assert call["preload"] == ("dask_devctx",)
     assert call["config"].items() >= settings.items()
     assert config.get("devices-per-worker") == before
-
-
-# The commands of dask-cuda's documentation, version 26.10, and the package that is missing.
-COMMANDS = {
-    "127.0.0.1:8786": "",
-    "--device-memory-limit 50000": "",
-    "--device-memory-limit 5GB": "",
-    "--device-memory-limit 0.3": "",
-    "--device-memory-limit 0": "",
-    "--enable-cudf-spill": "cudf",
-    "--enable-cudf-spill --cudf-spill-stats 1": "cudf",
-    'ucx://127.0.0.1:8786 --rmm-pool-size="14GB" --interface="ib0"': "distributed_ucxx",
-    "ucx://127.0.0.1:8786 --enable-tcp-over-ucx --enable-nvlink --enable-infiniband "
-    '--enable-rdmacm --rmm-pool-size="1GB"': "distributed_ucxx",
-}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_of_their_documentation(
-    command: str, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    missing = COMMANDS[command]
-    for package in filter(None, {missing, "ucp"} if "ucx" in command else {missing}):
-        monkeypatch.setitem(sys.modules, package, None)
-    if "8786" not in command:  # it is in the configuration there
-        command = f"{ADDRESS} {command}"
-    done = run(*shlex.split(command))
-    if missing:
-        assert done.exit_code == 1
-        assert not started
-        assert f"needs the package {missing}, which is not installed" in done.stderr
-    else:
-        assert done.exit_code == 0, done.stderr
-        assert len(started) == 1
 
 
 def test_options_of_dask_worker_are_passed_on(started: list[dict[str, Any]]) -> None:

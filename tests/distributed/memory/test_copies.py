@@ -15,7 +15,6 @@ from cuda.bindings import driver as cuda
 
 from dask_devctx import Device, DevicePlugin
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.errors import DeviceMemoryError
 from dask_devctx.simulated_array import SimulatedArray
 from dask_devctx.transfer import Stamp, nbytes_by_device, release_held, stamp
 from dask_devctx.worker.values.accounting import limit_nbytes
@@ -86,44 +85,6 @@ def test_copied_once_when_many_ask_at_once(machine: SimulatedMachine, copies: Co
     assert len(got) == 1
     assert used(machine, 1) == 8000
     assert (traffic(copies).copies, traffic(copies).saved) == (1, 7)
-
-
-def test_a_failed_copy_does_not_stay(machine: SimulatedMachine, copies: Copies) -> None:
-    x = value(array())
-    machine.gpus[1].total_memory = 100
-    for _ in range(2):
-        with pytest.raises(DeviceMemoryError):
-            get(copies, x, 1)
-    assert not x.copies
-    machine.gpus[1].total_memory = 2**30
-    assert get(copies, x, 1).device is Device(1)
-    assert traffic(copies).copies == 1
-
-
-@pytest.mark.parametrize("when", ["before", "meanwhile"])
-def test_a_released_value_leaves_no_copy_whoever_asks_late(
-    machine: SimulatedMachine, copies: Copies, when: str
-) -> None:
-    x = value(array())
-
-    def release(*args: Any) -> bool:
-        x.released = True
-        copies.forget(x)
-        return False
-
-    if when == "before":
-        release()
-    else:
-        machine.faults.inject("cuMemAlloc", None, when=release)
-    moved = get(copies, x, 1)
-    assert moved.device is Device(1)
-    assert copies.nbytes(Device(1)) == 0
-    machine.faults.clear()
-    other = value(array())  # of the same key
-    assert get(copies, other, 1) is get(copies, other, 1)
-    assert get(copies, x, 1) is not get(copies, other, 1)
-    del moved
-    assert used(machine, 1) == 8000
 
 
 def test_the_one_not_used_for_longest_goes_first(machine: SimulatedMachine) -> None:
@@ -210,10 +171,6 @@ def test_each_spelling_means_bytes_of_a_device(given: Any, nbytes: int | None) -
     assert limit_nbytes(Device(0), option) == nbytes
     with dask.config.set({"devctx.device-memory-limit": given}):
         assert DevicePlugin().options.device_memory_limit == option
-
-
-def test_the_default_is_auto() -> None:
-    assert DevicePlugin().options.device_memory_limit == "auto"
 
 
 @pytest.mark.parametrize("given", [True, -1, 8, 1.5, "all", "-1 GiB", [1], float("nan")])

@@ -163,32 +163,3 @@ EXAMPLES: list[tuple[dict[str, Any], list[list[int]] | str]] = [
     ({"n_workers": 10, "enable_cudf_spill": True, "cudf_spill_stats": 1}, "cudf"),
     ({"protocol": "ucx"}, "distributed_ucxx"),
 ]
-
-
-@pytest.fixture
-def ten_devices(monkeypatch: pytest.MonkeyPatch) -> Any:
-    machine = SimulatedMachine(10)
-    with driver.use(machine.backend()):
-        yield machine
-
-
-@pytest.mark.parametrize(("arguments", "outcome"), EXAMPLES)
-@pytest.mark.filterwarnings("ignore:2 workers will use 2 of the 3 devices:UserWarning")
-def test_every_example_of_their_documentation(
-    arguments: dict[str, Any],
-    outcome: list[list[int]] | str,
-    ten_devices: SimulatedMachine,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    arguments = dict(arguments)
-    if "UUID" in arguments.get("CUDA_VISIBLE_DEVICES", ""):
-        arguments["CUDA_VISIBLE_DEVICES"] = Device(1).uuid
-    if isinstance(outcome, str):
-        monkeypatch.setattr("importlib.util.find_spec", _found_without(outcome, "ucp", "rmm"))
-        with pytest.raises(ImportError, match=f"needs the package {outcome}, which is not"):
-            LocalDeviceCluster(**arguments)
-        return
-    # In this process, so with the number of workers that there would be as processes.
-    arguments.setdefault("n_workers", len(outcome))
-    with LocalDeviceCluster(**arguments, **QUIET) as cluster:
-        assert ordinals(cluster) == outcome

@@ -76,19 +76,6 @@ def traffic(worker: Worker) -> dict[tuple[int, int], tuple[int, int, int]]:
 
 
 @one_worker()
-async def test_inputs_come_to_the_task(client: Client, worker: Worker) -> None:
-    with dask.annotate(device=0):
-        x = client.submit(make, 1.0, pure=False)
-    with dask.annotate(device=1):
-        y = client.submit(make, 2.0, pure=False)
-    with dask.annotate(device=2):
-        assert await client.submit(where, x, y, pure=False) == (2, 2)
-    with dask.annotate(device=1):
-        assert await client.submit(where, x, y, pure=False) == (1, 1)
-    assert traffic(worker) == {(0, 2): (1, 0, 800), (1, 2): (1, 0, 800), (0, 1): (1, 0, 800)}
-
-
-@one_worker()
 async def test_one_copy_is_shared_and_goes_with_its_key(client: Client, worker: Worker) -> None:
     plugin = worker.plugins["devctx"]
     with dask.annotate(device=0):

@@ -15,7 +15,6 @@ from typing import Any
 import dask
 import numpy as np
 import pytest
-from cuda.bindings.driver import CUresult
 from dask._task_spec import Task
 from distributed import (
     Event,
@@ -24,7 +23,7 @@ from distributed import (
 from distributed.utils_test import async_poll_for, wait_for_state
 from distributed.worker_state_machine import ComputeTaskEvent, FreeKeysEvent
 
-from dask_devctx import Device, DevicePlugin, SimulatedArray, device_of, driver, on_device
+from dask_devctx import Device, DevicePlugin, SimulatedArray, device_of, on_device
 from dask_devctx.driver.simulated import SimulatedMachine
 from tests.distributed.devices import current_context, here, on_cluster, with_plugin
 
@@ -429,27 +428,3 @@ async def here_later(_: object) -> list[int | None]:
     before = here()
     await asyncio.sleep(0.001)
     return [before, here()]
-
-
-@with_plugin(2, devices=[0, 1])
-async def test_the_tasks_thread_waits_for_the_inputs_and_not_the_event_loop(client: Any) -> None:
-    """The driver waits for the device where a stream is full."""
-    faults, pending, threads = driver.backend().machine.faults, [True], []
-
-    def note(*_: object) -> bool:
-        threads.append(threading.get_ident())
-        return False
-
-    not_ready = CUresult.CUDA_ERROR_NOT_READY
-    faults.inject("cuEventQuery", not_ready, times=10**6, when=lambda event: pending[0])
-    faults.inject("cuStreamWaitEvent", not_ready, when=note)
-    try:
-        x = client.submit(make)
-        with dask.annotate(device=None):
-            assert await client.submit(ordinal, x) in (0, 1)
-    finally:
-        pending.clear()
-        pending.append(False)
-        faults.clear()
-    assert threads, "nothing waited for the work that makes the input"
-    assert threading.get_ident() not in threads

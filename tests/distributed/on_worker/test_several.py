@@ -15,14 +15,13 @@ from typing import Any
 import dask
 import numpy as np
 import pytest
-from distributed import Worker, get_worker, secede
+from distributed import get_worker, secede
 from distributed.utils_test import async_poll_for
 
 from dask_devctx import (
     DevctxError,
     Device,
     DevicePlugin,
-    DeviceRouting,
     SimulatedArray,
     device_of,
     on_device,
@@ -144,27 +143,6 @@ async def test_wrong(client: Any) -> None:
         with pytest.raises(error, match=message):
             await future
     assert len(await client.submit(mine, key="after")) == 1
-
-
-async def three_times(client: Any, name: str, value: object = 1) -> None:
-    """Run three annotated tasks; the client hears of a warning then."""
-    for number in range(3):
-        with dask.annotate(**{name: value}):
-            await client.submit(int, key=f"{name}-{number}")
-    await asyncio.sleep(0.1)
-
-
-@on_cluster()
-async def test_an_annotation_that_no_worker_heeds(client: Any, scheduler: Any) -> None:
-    with dask.config.set({"devctx.missing-device-timeout": "0 s"}):
-        await scheduler.register_scheduler_plugin(DeviceRouting(), idempotent=False)
-        async with Worker(scheduler.address):
-            await asyncio.sleep(0.1)
-            with pytest.warns(
-                UserWarning, match="no worker of this cluster uses devices"
-            ) as caught:
-                await three_times(client, "device_share", 0.5)
-            assert len(caught) == 1
 
 
 # -- task_devices

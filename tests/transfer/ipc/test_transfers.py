@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 from cuda.bindings.driver import CUresult
 from hypothesis import given
@@ -17,19 +16,12 @@ from hypothesis import strategies as st
 from dask_devctx import Device, SimulatedArray, driver
 from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.errors import DriverError
-from dask_devctx.transfer import stamp
 from dask_devctx.transfer.ipc import lanes
 from dask_devctx.transfer.ipc.parcel import (
     Described,
     Header,
-    Parcel,
     Part,
-    Parts,
     Place,
-    Reduce,
-    pack,
-    unpack,
 )
 from dask_devctx.transfer.ipc.ranges import ALIGNMENT, Ranges, aligned, in_a_row
 from dask_devctx.transfer.ipc.receiving import OpenedBuffers, Receiving
@@ -122,47 +114,6 @@ def part(array: SimulatedArray) -> Part:
 def arrays(n: int, count: int) -> list[SimulatedArray]:
     with Device(1):
         return [SimulatedArray.asarray([float(k)] * n) for k in range(count)]
-
-
-@pytest.mark.parametrize("limit", [2 * MIB, 64 * MIB])
-def test_a_transfer_is_staged(machine: SimulatedMachine, limit: int) -> None:
-    """Also one that is larger than the limit, alone."""
-    values = arrays(100_001, 3)
-    before, staging, made = used(machine), Staging(Device(1), limit), stamp(values)
-    assert made is not None
-    sending = Sending([part(value) for value in values], staging, [made])
-    lane = sending.start()
-    assert lane is not None
-    sending.finish(lane)
-    number, handle, offset, nbytes = sending.staged.place
-    buffer = sending.staged.buffer
-    assert (number, handle, len(handle)) == (buffer.number, buffer.handle, 64)
-    with Device(1) as device:
-        found = device._backend.calls.work.copy_to_host(buffer.pointer + offset, nbytes)
-    other = Sending([part(value) for value in values], staging, [made])
-    if (lane := other.start()) is not None:
-        other.finish(lane)
-    assert (lane is None) is (limit == 2 * MIB)
-    other.close()
-    sending.close()
-    assert staging.in_use == 0
-    for index, value in enumerate(values):
-        begins = index * aligned(800_008)
-        assert found[begins : begins + 800_008] == value.get().tobytes()
-    assert used(machine) == before + staging.nbytes
-
-
-def test_a_transfer_that_fails_gives_its_piece_back(
-    machine: SimulatedMachine, staging: Staging
-) -> None:
-    (array,) = arrays(1000, 1)
-    sending = Sending([part(array)], staging)
-    machine.faults.inject("cuMemcpyAsync", CUresult.CUDA_ERROR_INVALID_VALUE)
-    with pytest.raises(DriverError, match="cuMemcpyAsync failed"):
-        sending.start()
-    sending.close()
-    assert staging.in_use == 0
-    assert Sending([part(array)], staging).start() is not None
 
 
 def test_a_closed_transfer_gives_a_piece_back_after_its_copy_and_takes_no_more(
@@ -258,80 +209,6 @@ def test_values_are_read_from_a_buffer_that_is_opened_once(
     assert opened_and_closed(machine) == (1, 0)
     assert buffers.close("peer", [1])
     assert opened_and_closed(machine) == (1, 1)
-
-
-class Memory:
-    """Stands in for a library's array: bytes at an address."""
-
-    def __init__(self, pointer: int, content: bytes = b"abc") -> None:
-        self.pointer = pointer
-        self.content = content
-
-    def __reduce__(self) -> Any:
-        raise AssertionError("memory of a device was pickled")
-
-
-class View:
-    def __init__(self, memory: Memory, name: str = "x") -> None:
-        self.memory = memory
-        self.name = name
-
-
-def find(kind: type) -> Reduce | None:
-    return _reduce if kind is View else None
-
-
-def _reduce(view: View, parts: Parts) -> Any:
-    memory = view.memory
-    part = Part(memory.pointer, len(memory.content), "a kind", None, memory)
-    return View, (parts.add(part), view.name)
-
-
-def sent(value: Any) -> tuple[Any, Parcel]:
-    parcel = pack(value, find)
-    arrived = [Memory(1000 + part.pointer, part.owner.content) for part in parcel.parts]
-    return unpack(parcel.pickled, [bytes(b) for b in parcel.buffers], arrived), parcel
-
-
-def test_memory_goes_beside_the_pickle_and_stays_shared() -> None:
-    memory = Memory(7)
-    view = View(memory)
-    value: dict[str, Any] = {"views": [view, view], "same": View(Memory(7), "y"), "n": 1}
-    value["itself"] = value
-    found, parcel = sent(value)
-    assert [(part.pointer, part.nbytes, part.owner) for part in parcel.parts] == [(7, 3, memory)]
-    assert found["n"] == 1
-    assert found["itself"] is found
-    first, second = found["views"]
-    assert first is second
-    assert first.memory is found["same"].memory
-    assert (first.memory.pointer, first.name, found["same"].name) == (1007, "x", "y")
-
-
-def test_other_memory_is_not_taken_for_the_same() -> None:
-    values = [
-        View(Memory(0, b""), "x"),
-        View(Memory(0, b""), "y"),
-        View(Memory(7)),
-        View(Memory(8)),
-    ]
-    found, parcel = sent(values)
-    assert len(parcel.parts) == 4
-    assert [(view.memory.pointer, view.name) for view in found] == [
-        (1000, "x"),
-        (1000, "y"),
-        (1007, "x"),
-        (1008, "x"),
-    ]
-
-
-def test_host_arrays_are_not_copied_into_the_pickle() -> None:
-    host = np.arange(10_000.0)
-    found, parcel = sent([host, host[::2], View(Memory(7))])
-    assert len(parcel.pickled) < host.nbytes
-    assert sum(buffer.nbytes for buffer in parcel.buffers) >= host.nbytes
-    assert np.array_equal(found[0], host)
-    assert np.array_equal(found[1], host[::2])
 
 
 @pytest.mark.parametrize("function", ["cuStreamCreate", "cuEventCreate"])
