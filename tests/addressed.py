@@ -37,7 +37,7 @@ class AddressedDriver(SimulatedDriver):
             b"cuCtxRecordEvent": _OfTwo(self._record),
             b"cuMemcpyAsync": self._enqueues("cuMemcpyAsync", 4),
             b"cuEventRecord": self._enqueues("cuEventRecord", 2),
-            b"cuMemcpy3DAsync": _OfTwo(self._enqueue_box),
+            b"cuLaunchKernelEx": _OfFour(self._launch),
             b"cuStreamIsCapturing": _OfTwo(self._is_capturing),
             b"cuStreamQuery": _OfOne(self._query_stream),
         }
@@ -79,9 +79,10 @@ class AddressedDriver(SimulatedDriver):
 
         return _OfFour(call)
 
-    def _enqueue_box(self, box: int | None, stream: int | None) -> int:
-        self.enqueued.append("cuMemcpy3DAsync")
-        return int(self.cuMemcpy3DAsync(types.CUDA_MEMCPY3D(box), stream or 0)[0])
+    def _launch(self, config: int | None, kernel: int | None, params: int | None, _: Any) -> int:
+        self.enqueued.append("cuLaunchKernelEx")
+        given = types.CUlaunchConfig(config or 0), types.CUfunction(kernel or 0)
+        return int(self.cuLaunchKernelEx(*given, params or 0, 0)[0])
 
     def _is_capturing(self, stream: int | None, answer: int | None) -> int:
         self.asked.append(("cuStreamIsCapturing", stream or 0))

@@ -57,7 +57,10 @@ _BY_OWNER: Final = {
     "distributed.protocol.serialize:": "dask_deserialize._lookup dask_serialize._lookup Serialized",
     "distributed.shuffle._exceptions:": "P2PConsistencyError",
     "distributed.shuffle._rechunk:ArrayRechunkRun.": (
-        "_get_output_partition _receive _shard_partition close offload"
+        "_receive add_partition close get_output_partition inputs_done offload send"
+    ),
+    "distributed.shuffle._worker_plugin:ShuffleWorkerPlugin.": (
+        "get_or_create_shuffle get_shuffle_run"
     ),
     "distributed.worker:Worker.": "batched_send execute gather_dep",
     "distributed.worker:": "get_data_from_worker",

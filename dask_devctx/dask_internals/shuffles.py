@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from distributed import Status, Worker
 from distributed.protocol import to_serialize
 from distributed.shuffle import _rechunk
 from distributed.shuffle._exceptions import P2PConsistencyError
+from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 from distributed.utils_comm import retry
 
 from dask_devctx.dask_internals.connections import data_of
@@ -51,15 +53,15 @@ class Keeper(Protocol):
 class DeviceRechunk(_rechunk.ArrayRechunkRun):  # type: ignore[misc]
     """dask's run of a rechunk on one worker.
 
-    dask's messages only tell all workers which blocks there are. A task that makes a block of the
-    output asks the workers for their pieces of it.
+    When all blocks are there, the workers tell each other what they keep. A task that makes a block
+    of the output asks them for their pieces of it. Such tasks need not wait for the event loop.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.blocks: dict[Index, Any] = {}  # what this worker keeps
         self.held: dict[Index, Held] = {}  # by all workers
-        _runs[self.local_address, self.id, self.run_id] = self
+        _newest[self.local_address, self.id] = self
 
     @cached_property
     def _axes(self) -> Any:
@@ -75,25 +77,44 @@ class DeviceRechunk(_rechunk.ArrayRechunkRun):  # type: ignore[misc]
         """Return the blocks that make a block of the output."""
         return [*product(*([block for block, _ in axis] for axis in self.parts(index)))]
 
-    def _shard_partition(self, data: Any, partition_id: Index) -> Any:
+    def add_partition(self, data: Any, partition_id: Index) -> int:
         keeper = _keepers.get(self.local_address)
+        self.raise_if_closed()
         held = None if keeper is None else keeper.keep(self, partition_id, data)
         if held is None:
-            return super()._shard_partition(data, partition_id)
+            return int(super().add_partition(data, partition_id))
+        self.held[partition_id] = held
+        if self.closed:
+            self.blocks = {}
+            self.raise_if_closed()
+        return int(self.run_id)
+
+    async def inputs_done(self) -> None:
+        await super().inputs_done()
         # dask's messages have numbers and bytes.
-        return dict.fromkeys(self.partitions_of, (partition_id, pickle.dumps(held)))
+        said = [
+            (index, pickle.dumps(held))
+            for index, held in self.held.items()
+            if held.address == self.local_address
+        ]
+        others = self.partitions_of.keys() - {self.local_address} if said else ()
+        for answer in await asyncio.gather(*(self.send(address, said) for address in others)):
+            if answer["status"] == "error":
+                raise P2PConsistencyError(f"a worker of {self} does not take part any more")
 
     async def _receive(self, data: list[tuple[Index, Any]]) -> None:
         self.raise_if_closed()
         self.held |= {at: pickle.loads(said) for at, said in data if isinstance(said, bytes)}
         await super()._receive([one for one in data if not isinstance(one[1], bytes)])
 
-    def _get_output_partition(self, partition_id: Index, key: Any, **kwargs: Any) -> Any:
+    def get_output_partition(self, partition_id: Index, key: Any, **kwargs: Any) -> Any:
         keeper = _keepers.get(self.local_address)
+        self.raise_if_closed()
         found = [self.held.get(block) for block in self.sources(partition_id)]
         held = [one for one in found if one is not None]
-        if not held or keeper is None:
-            return super()._get_output_partition(partition_id, key, **kwargs)
+        elsewhere = self.worker_for[partition_id] != self.local_address
+        if not held or keeper is None or elsewhere or not self.transferred:
+            return super().get_output_partition(partition_id, key, **kwargs)
         if len({(one and one[1:3]) for one in found}) > 1:
             raise TypeError(
                 "dask's P2P rechunk cannot join arrays on devices with arrays of another library "
@@ -121,8 +142,35 @@ class DeviceRechunk(_rechunk.ArrayRechunkRun):  # type: ignore[misc]
         self.blocks = {}  # of a task that came meanwhile
 
 
-_runs: WeakValueDictionary[tuple[str, str, int], DeviceRechunk] = WeakValueDictionary()
+_newest: WeakValueDictionary[tuple[str, str], DeviceRechunk] = WeakValueDictionary()
 _keepers: dict[str, Keeper] = {}
+
+
+def _open_run(address: str, shuffle: str, number: int | None = None) -> DeviceRechunk | None:
+    """Return a worker's run of a rechunk, of this number; None if it is to be asked for."""
+    run = _newest.get((address, shuffle))
+    if run is None or run.closed or run._exception or number not in (None, run.run_id):
+        return None
+    return run
+
+
+def _get_or_create_shuffle(plugin: Any, shuffle_id: str) -> Any:
+    run = _open_run(plugin.worker.address, shuffle_id)
+    return run or _get_or_create(plugin, shuffle_id)
+
+
+def _get_shuffle_run(plugin: Any, shuffle_id: str, run_id: int) -> Any:
+    run = _open_run(plugin.worker.address, shuffle_id, run_id)
+    return run or _get_run(plugin, shuffle_id, run_id)
+
+
+_get_or_create = ShuffleWorkerPlugin.get_or_create_shuffle
+_get_run = ShuffleWorkerPlugin.get_shuffle_run
+_REPLACED: Final = (
+    (_rechunk, "ArrayRechunkRun", DeviceRechunk, _rechunk.ArrayRechunkRun),
+    (ShuffleWorkerPlugin, "get_or_create_shuffle", _get_or_create_shuffle, _get_or_create),
+    (ShuffleWorkerPlugin, "get_shuffle_run", _get_shuffle_run, _get_run),
+)
 
 
 @contextmanager
@@ -137,7 +185,7 @@ def rechunking(worker: Worker, keeper: Keeper) -> Iterator[None]:
                 return await get_data(comm, keys=keys, who=who, serializers=serializers)
             _, shuffle, number, index, which = key
             data = {}
-            if (run := _runs.get((address, shuffle, number))) is not None and not run.closed:
+            if (run := _open_run(address, shuffle, number)) is not None:
                 found = await run.offload(keeper.pieces, run, index, which)
                 data[key] = to_serialize(found)
                 del found
@@ -149,7 +197,8 @@ def rechunking(worker: Worker, keeper: Keeper) -> Iterator[None]:
         return answer
 
     _keepers[address] = keeper
-    _rechunk.ArrayRechunkRun = DeviceRechunk
+    for owner, name, ours, _ in _REPLACED:
+        setattr(owner, name, ours)
     try:
         with wrapped_handler(worker, "get_data", wrap):
             yield
@@ -157,4 +206,5 @@ def rechunking(worker: Worker, keeper: Keeper) -> Iterator[None]:
         if _keepers.get(address) is keeper:
             del _keepers[address]
         if not _keepers:
-            _rechunk.ArrayRechunkRun = DeviceRechunk.__base__
+            for owner, name, _, theirs in _REPLACED:
+                setattr(owner, name, theirs)

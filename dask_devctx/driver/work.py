@@ -8,14 +8,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 from dask_devctx.driver import statuses
+from dask_devctx.driver.boxes import Boxes
 from dask_devctx.driver.checked import Checked
 from dask_devctx.driver.relaxed import LEGACY_STREAM, Look, RelaxedCapture
 from dask_devctx.errors import DeviceMemoryError, DriverError
 
 IPC_HANDLE_NBYTES = 64
-BOX_NBYTES = 200  # the size of a `CUDA_MEMCPY3D`
 # `CUevent_flags`: the event measures no time, which makes it faster.
 _DISABLE_TIMING = 2
 
@@ -29,6 +30,7 @@ class WorkCalls:
     def __init__(self, checked: Checked) -> None:
         self._free_events: dict[tuple[int, bool], tuple[int | None, list[int]]] = {}
         self.look = Look(self, checked)
+        self.boxes = Boxes(checked, partial(RelaxedCapture, self))
         self.driver = checked.driver
         self.types = checked.types
         self._value, self._error = checked.value, checked.error
@@ -230,16 +232,6 @@ class WorkCalls:
             nbytes,
             self.types.CUstream(stream),
         )
-
-    def copy_boxes(self, boxes: int, count: int, stream: int, *, at_once: bool = False) -> None:
-        """Enqueue copies of rows at a pitch, each told by a ``CUDA_MEMCPY3D`` from an address on.
-
-        The driver reads them before this returns.
-        """
-        for box in range(boxes, boxes + count * BOX_NBYTES, BOX_NBYTES):
-            if not (at_once and self._called("cuMemcpy3DAsync", 3020, box, stream)):
-                given = self.types.CUDA_MEMCPY3D(box)  # no copy
-                self._value(self.driver.cuMemcpy3DAsync, given, self.types.CUstream(stream))
 
     def copy_to_host(self, pointer: int, nbytes: int) -> bytes:
         """Return the bytes at a device address; waits for no earlier work."""

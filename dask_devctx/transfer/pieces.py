@@ -1,7 +1,7 @@
 """Pieces of arrays on devices: cut out of their blocks and put in their place in another block.
 
-All pieces of a block are computed at a time, with NumPy. The driver copies their rows at a pitch,
-whatever library the arrays are of.
+All pieces of a block are computed at a time, with NumPy. A kernel copies their rows at a pitch,
+whatever library the arrays are of; the driver does where they come from host memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.driver.work import BOX_NBYTES
+from dask_devctx.driver.boxes import BOX_NBYTES, MOST
 from dask_devctx.transfer.ipc.lanes import Lane
 
 # The fields of a `CUDA_MEMCPY3D`, each of 8 bytes here, and CUDA's kinds of memory.
@@ -165,12 +165,19 @@ class Pieces:
             return
         sources, on_host = (np.broadcast_to(each, some.shape)[some] for each in (sources, on_host))
         boxes = self[some]._boxes(np.asarray(sources, np.int64), target, on_host)
-        if len(long := boxes[boxes[:, _FIELDS["width"]] > _LONGEST]):
-            for box in long:
-                of, host, to, nbytes = (int(box[_FIELDS[name]]) for name in _ENDS)
-                (lane.copy_in if host else lane.copy)(to, host or of, nbytes)
-            boxes = boxes[boxes[:, _FIELDS["width"]] <= _LONGEST]
-        lane.copy_boxes(boxes.ctypes.data, len(boxes), from_host=bool(on_host.any()))
+        width, height, depth = (boxes[:, _FIELDS[name]] for name in ("width", "height", "depth"))
+        long = width > _LONGEST
+        for box in boxes[long]:
+            of, host, to, nbytes = (int(box[_FIELDS[name]]) for name in _ENDS)
+            (lane.copy_in if host else lane.copy)(to, host or of, nbytes)
+        host = boxes[~long & (boxes[:, _FIELDS["source_kind"]] == _ON_HOST)]
+        lane.copy_boxes(host.ctypes.data, len(host))
+        here = ~long & (boxes[:, _FIELDS["source_kind"]] == _ON_DEVICE)
+        if n := int(here.sum()):
+            table = np.zeros((n + MOST, BOX_NBYTES // 8), np.uint64)
+            table[:n] = boxes[here]
+            extent = int(width[here].max()), int((height * depth)[here].max())
+            lane.copy_boxes_here(table.ctypes.data, n, extent)
 
     def _boxes(self, sources: Any, target: int, on_host: Any) -> Any:
         """Return the driver's description of each copy: rows of bytes, in one or more planes."""

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from cuda.bindings.driver import CUstreamCaptureMode
 
+from dask_devctx.driver.boxes import BOX_NBYTES, MOST
 from dask_devctx.driver.calls import Calls
 from dask_devctx.driver.relaxed import LEGACY_STREAM, PER_THREAD_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.driver.work import BOX_NBYTES
 from dask_devctx.errors import DeviceMemoryError, DriverError
 
 SOME = bytes(range(256)) * 16
@@ -61,17 +61,22 @@ def box(source, target, pitches, rows, shape, kind=2):
     return found
 
 
-@pytest.mark.parametrize("at_once", [False, True])
-@pytest.mark.parametrize("kind", [2, 1], ids=["device", "host"])
-def test_copies_of_rows_at_a_pitch(calls, pointer, stream, kind, at_once):
+@pytest.mark.parametrize("how", ["driver", "host", "kernel", "kernel at once"])
+def test_copies_of_rows_at_a_pitch(calls, pointer, stream, how):
     """Two planes of three rows of five bytes, and a single row."""
+    kind = 1 if how == "host" else 2
     host = ctypes.create_string_buffer(SOME, len(SOME))
     source = pointer if kind == 2 else ctypes.addressof(host)
     target, zeros = pointer + 2 * len(SOME), bytes(64)
     calls.work.copy_from_host(target, zeros)
     boxes = box(source + 7, target, (16, 6), 4, (5, 3, 2), kind)
     boxes += box(source, target + 50, (4, 4), 1, (4, 1, 1), kind)
-    calls.work.copy_boxes(boxes.buffer_info()[0], 2, stream, at_once=at_once)
+    if how.startswith("kernel"):
+        boxes += array("Q", bytes(MOST * BOX_NBYTES))
+        at_once = how.endswith("once")
+        calls.work.boxes.copy_here(boxes.buffer_info()[0], 2, (5, 6), stream, at_once=at_once)
+    else:
+        calls.work.boxes.copy(boxes.buffer_info()[0], 2, stream)
     calls.work.stream_synchronize(stream)
     expected = bytearray(zeros)
     for plane in range(2):
@@ -82,10 +87,38 @@ def test_copies_of_rows_at_a_pitch(calls, pointer, stream, kind, at_once):
     assert calls.work.copy_to_host(target, len(zeros)) == bytes(expected)
 
 
+@pytest.mark.parametrize("unit", [1, 4, 16])
+def test_many_boxes_in_a_few_launches(calls, unit):
+    """Of rows of whole units of 1, 4 or 16 bytes, in columns that change places."""
+    n, rows = 2 * MOST + 5, 40
+    widths = [unit * (1 + i * 7 % 300) for i in range(n)]
+    pitch = sum(widths)
+    source, target = calls.work.allocate(rows * pitch), calls.work.allocate(rows * pitch)
+    data = bytes(i * 31 % 251 for i in range(rows * pitch))
+    calls.work.copy_from_host(source, data)
+    ends = [sum(widths[: i + 1]) for i in range(n)]
+    boxes = array("Q")
+    for width, end in zip(widths, ends, strict=True):
+        shape = (width, rows, 1)
+        boxes += box(source + end - width, target + pitch - end, (pitch, pitch), rows, shape)
+    boxes += array("Q", bytes(MOST * BOX_NBYTES))
+    stream = calls.work.stream_create()
+    calls.work.boxes.copy_here(boxes.buffer_info()[0], n, (max(widths), rows), stream)
+    calls.work.stream_synchronize(stream)
+    found = calls.work.copy_to_host(target, rows * pitch)
+    for row in range(rows):
+        line = data[row * pitch : (row + 1) * pitch]
+        pieces = [line[end - width : end] for width, end in zip(widths, ends, strict=True)]
+        assert found[row * pitch : (row + 1) * pitch] == b"".join(reversed(pieces))
+    for pointer in (source, target):
+        calls.work.free(pointer)
+    calls.work.stream_destroy(stream)
+
+
 def test_a_pitch_less_than_a_row_is_refused(calls, pointer, stream):
     boxes = box(pointer, pointer + 2 * len(SOME), (4, 8), 2, (8, 2, 1))
     with pytest.raises(DriverError, match="INVALID_VALUE"):
-        calls.work.copy_boxes(boxes.buffer_info()[0], 1, stream)
+        calls.work.boxes.copy(boxes.buffer_info()[0], 1, stream)
 
 
 @pytest.mark.parametrize("which", ["another device", "its context", "a context of this device"])

@@ -15,6 +15,7 @@ from dask_devctx.driver.simulated.memory import Block, Handle, Memory
 from dask_devctx.driver.simulated.streams import SimulatedStreams
 
 _HANDLE_NBYTES = 64
+_BOX_NBYTES = 200  # a `CUDA_MEMCPY3D`
 
 
 class SimulatedDriver(SimulatedStreams):
@@ -23,6 +24,7 @@ class SimulatedDriver(SimulatedStreams):
     def __init__(self, gpus: Sequence[SimulatedGPU], faults: Faults) -> None:
         super().__init__(gpus, faults)
         self._memory = Memory()
+        self._libraries: dict[int, bytes] = {}
         self._locked_pages: dict[int, int] = {}  # the number of bytes by the first address
 
     def _end(self, context: Context) -> None:
@@ -85,6 +87,38 @@ class SimulatedDriver(SimulatedStreams):
     @function(0, works=True)
     def cuMemcpy3DAsync(self, copy: Any, stream: Any) -> tuple[Any, ...]:
         return self._given(stream, lambda: self._copy_box(copy))
+
+    # -- the package's own kernel, and no other
+
+    @function(1, works=True, unsafe=True)
+    def cuLibraryLoadData(self, code: bytes, *options: Any) -> tuple[Any, ...]:
+        self._here()
+        library = types.CUlibrary(next(self._handles))
+        self._libraries[int(library)] = code
+        return OK, library
+
+    @function(1)
+    def cuLibraryGetKernel(self, library: Any, name: bytes) -> tuple[Any, ...]:
+        code = self._libraries.get(int(library))
+        if code is None or b".entry " + name not in code:
+            return (Status.CUDA_ERROR_NOT_FOUND,)
+        return OK, types.CUkernel(int(library))
+
+    @function(0, works=True)
+    def cuLaunchKernelEx(
+        self, config: Any, kernel: Any, params: int, extra: int
+    ) -> tuple[Any, ...]:
+        if int(kernel) not in self._libraries:
+            return (Status.CUDA_ERROR_INVALID_HANDLE,)
+        first = ctypes.c_uint64.from_address(params).value
+        boxes = range(first, first + config.gridDimX * _BOX_NBYTES, _BOX_NBYTES)
+
+        def run() -> bool:
+            if not all(self._copy_box(types.CUDA_MEMCPY3D(box)) for box in boxes):
+                self._faults.poison(Status.CUDA_ERROR_ILLEGAL_ADDRESS)
+            return True
+
+        return self._given(config.hStream, run)
 
     def _copy_box(self, copy: Any) -> bool:
         """Copy rows of bytes, each at its pitch, and planes of such rows."""

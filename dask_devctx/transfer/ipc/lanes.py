@@ -17,8 +17,8 @@ from dask_devctx.transfer.events import Event, Stamp, current_streams
 FEW: Final = 16
 # The most bytes of them: there may be memory that the driver copies itself.
 FEW_NBYTES: Final = 2**20
-# As many copies as an idle stream takes without a wait, with some to spare.
-_MANY: Final = 512
+# As many copies as an idle stream takes without a wait, some in a launch, with many to spare.
+_MANY: Final = 4096
 
 
 class Lane:
@@ -73,12 +73,15 @@ class Lane:
         if nbytes:
             self._calls.work.copy_in(target, host, nbytes, self._stream)
 
-    def copy_boxes(self, boxes: int, count: int, *, from_host: bool) -> None:
+    def copy_boxes(self, boxes: int, count: int) -> None:
         """Enqueue copies of rows at a pitch: each a ``CUDA_MEMCPY3D``, from an address on."""
+        self._calls.work.boxes.copy(boxes, count, self._stream)
+
+    def copy_boxes_here(self, boxes: int, count: int, extent: tuple[int, int]) -> None:
+        """Do so within the device's memory; ``extent``: the most bytes of a row, the most rows."""
         work = self._calls.work
-        # A copy from host memory that is not page-locked waits.
-        at_once = count <= _MANY and not from_host and work.has_room()
-        work.copy_boxes(boxes, count, self._stream, at_once=at_once)
+        at_once = count <= _MANY and work.has_room()
+        work.boxes.copy_here(boxes, count, extent, self._stream, at_once=at_once)
 
     def reached(self) -> Event:
         """Return an event for all work of the stream until now."""

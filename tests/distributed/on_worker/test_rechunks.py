@@ -189,7 +189,7 @@ async def test_memory_that_runs_out(client: Any, times: int) -> None:
 # -- a worker that dies
 
 
-@pytest.mark.parametrize("phase", ["cuMemcpy3DAsync", "cuIpcGetMemHandle"])
+@pytest.mark.parametrize("phase", ["cuLaunchKernelEx", "cuIpcGetMemHandle"])
 def test_a_worker_that_is_killed_in_the_middle(phase: str) -> None:
     def kill_at(dask_worker: Worker) -> None:
         def die(*args: Any) -> bool:
