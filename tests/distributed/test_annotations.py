@@ -20,7 +20,7 @@ from distributed import Client, LocalCluster, Worker
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dask_devctx import Device, DeviceNotFoundError, DevicePlugin
+from dask_devctx import Device, DeviceFailedError, DeviceNotFoundError, DevicePlugin
 from dask_devctx.graph.keep import Optimizer, keep_annotations
 from dask_devctx.graph.optimize import optimize_array, optimize_bag, optimize_delayed
 from tests.distributed.devices import here, started, with_plugin, workers_of
@@ -239,6 +239,11 @@ def test_a_scheduler_without_this_package() -> None:
 
         return block + Device.current().device_id  # type: ignore[union-attr]
 
+    def poison() -> None:
+        from tests.distributed import peers
+
+        peers.poison()
+
     async def check(address: str) -> None:
         async with (
             Worker(address, nthreads=8, validate=True),
@@ -249,6 +254,9 @@ def test_a_scheduler_without_this_package() -> None:
                 y = da.zeros(4, chunks=2, dtype=int).map_blocks(which, dtype=int)
             assert list(await client.compute(y + 0)) == [1] * 4
             assert list(await client.compute(da.zeros(4, chunks=2) + 1)) == [1] * 4
+            # Nobody counts runs there, so the task that notices a failure errs.
+            with pytest.raises(DeviceFailedError, match="the scheduler lacks dask-devctx"):
+                await client.submit(poison)
 
     process = subprocess.Popen(
         [sys.executable, "-c", _LONELY_SCHEDULER], stdout=subprocess.PIPE, text=True

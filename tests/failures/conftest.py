@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import functools
 import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Iterator
 
 import dask
 import pytest
 from cuda.bindings.driver import CUresult
-from dask._task_spec import Task
 from distributed import Client
 
-from dask_devctx import Device, DevicePlugin, devices, driver
+from dask_devctx import DevicePlugin, driver
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.worker.failures.attribution import Failure
-from dask_devctx.worker.failures.monitor import Monitor
-from dask_devctx.worker.placement.admission import WHOLE
-from dask_devctx.worker.run import DeviceRun
 from tests.distributed.devices import started
 from tests.distributed.starting import forked_workers
 
@@ -105,35 +96,3 @@ def poison(after_s: float = 0) -> None:
 def leave_a_bad_kernel_running(after_s: float) -> str:
     poison(after_s)
     return "looks good"
-
-
-Monitored = tuple[Monitor, list[Failure]]
-
-
-@pytest.fixture
-def monitored() -> Iterator[Monitored]:
-    failures: list[Failure] = []
-
-    async def monitor_on_a_loop() -> Monitor:
-        return Monitor(devices(), synchronize=False, oom_retries=0, on_failure=failures.append)
-
-    with asyncio.Runner() as runner:
-        monitor = runner.run(monitor_on_a_loop())
-        yield monitor, failures
-        monitor.close()
-
-
-def as_task(
-    monitor: Monitor,
-    fn: Callable[..., Any],
-    *args: object,
-    key: Hashable = "it",
-    device: int = 0,
-    watched: int = 0,
-) -> Callable[[], Any]:
-    """A run of a task, guarded by a monitor, as a worker calls it."""
-    runs: Any = SimpleNamespace(monitor=monitor, store=None, nvtx=None)
-    state = SimpleNamespace(key=key, run_spec=Task(key, fn, *args), prefix="it", state="executing")
-    run = DeviceRun(runs, state, (Device(device),), WHOLE, 0, ())
-    run.isolated = watched
-    return functools.partial(run, {})

@@ -19,6 +19,7 @@ from distributed.utils_test import poll_for
 from dask_devctx import (
     Device,
     DeviceFailedError,
+    DeviceOutOfMemoryError,
     DevicePlugin,
     DriverError,
     DriverUnavailableError,
@@ -175,15 +176,32 @@ def fail(array: SimulatedArray) -> None:
     raise ValueError(f"{len(twice)} values")
 
 
+def run_out_of_memory(array: SimulatedArray) -> None:
+    twice = array * 2
+    raise MemoryError(f"std::bad_alloc: out_of_memory: CUDA error at {len(twice)}")
+
+
+async def run_out_of_memory_later(array: SimulatedArray) -> None:
+    run_out_of_memory(array)
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        (fail, ValueError),
+        (run_out_of_memory, DeviceOutOfMemoryError),
+        (run_out_of_memory_later, DeviceOutOfMemoryError),
+    ],
+)
 def test_a_failed_tasks_arrays_are_free_before_garbage_is_collected(
-    client: Client, machine: SimulatedMachine
+    client: Client, machine: SimulatedMachine, function: Any, error: type[Exception]
 ) -> None:
     gc.collect()
     gc.disable()
     try:
         made = client.submit(SimulatedArray.asarray, np.arange(1000))
-        failed = client.submit(fail, made)
-        with pytest.raises(ValueError, match="1000 values"):
+        failed = client.submit(function, made)
+        with pytest.raises(error, match=r"1000 values|has not enough memory"):
             failed.result()
         del made, failed
         poll_for(lambda: not any(gpu.used_memory for gpu in machine.gpus), timeout=5)
