@@ -19,7 +19,7 @@ LONGER = {
     "annotations.py": 425,  # read by kinds
     "client/report.py": 370,  # its rows and its text
     "client/timeline.py": 400,
-    "cuda/context.py": 540,  # what every context has, and the primary one
+    "cuda/context.py": 475,  # what every context has, and the primary one
     "cuda/device.py": 440,
     "errors.py": 640,  # the tree of errors: read one by one
     "simulated_array.py": 480,

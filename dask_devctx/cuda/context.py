@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn, Self
 
 from dask_devctx import driver
@@ -18,10 +18,9 @@ from dask_devctx.cuda.properties import (
 )
 from dask_devctx.cuda.scope import lives, open_scopes, raise_or_note
 from dask_devctx.cuda.suspending import RunningScope
-from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.calls import Calls
 from dask_devctx.driver.process_lock import ProcessLock
-from dask_devctx.errors import DevctxError, DeviceScopeError
+from dask_devctx.errors import DevctxError, DeviceScopeError, DriverError
 
 if TYPE_CHECKING:
     from dask_devctx.cuda.device import Device
@@ -60,7 +59,7 @@ class Context(RunningScope):
     one. ``device.primary_context`` is shared, and is an instance of this class, too.
 
     Making a context leaves the thread's current context as it was. So does every property. If
-    making it fails or is interrupted half-way, the new context is destroyed. A copy of the object
+    making it fails half-way, the new context is destroyed. A copy of the object
     is the object itself, as for ``Device``. The object cannot be pickled.
 
     References
@@ -90,20 +89,17 @@ class Context(RunningScope):
         self._device = Device(device)
         self._backend = self._device._backend
         calls = self._backend.driver()
-        before, handle = calls.current(), 0
+        handle = calls.create(self._device._ordinal(), wanted)
         try:
-            handle = calls.create(self._device._ordinal(), wanted)
             calls.set_current(0)  # making it also put it on the driver's stack: this takes it off
             self._identity = calls.context_id(handle)
-            self._handle = handle
-            self._owned = True
-            if self._identity is not None:
-                self._backend.owners[self._identity] = self
-        except BaseException as error:
-            self._owned = False
-            self._handle = 0
-            _unmake(self._backend, handle, before, error)
+        except BaseException:
+            with suppress(DevctxError):
+                calls.destroy(handle)
             raise
+        self._handle, self._owned = handle, True
+        if self._identity is not None:
+            self._backend.owners[self._identity] = self
 
     @classmethod
     @contextmanager
@@ -256,23 +252,13 @@ class Context(RunningScope):
         # Noted before the call: no scope makes the context current until it is known to be alive.
         if self._identity is not None:
             self._backend.destroyed.add(self._identity)
-        gone = False
         try:
             calls.destroy(self._handle)
-            gone = True
-        finally:
-            if gone or not self._still_lives():  # refused, or interrupted on either side
-                self._handle = 0
-            elif self._identity is not None:
+        except DriverError:
+            if self._identity is not None:
                 self._backend.destroyed.discard(self._identity)
-
-    def _still_lives(self) -> bool:
-        try:
-            return self._backend.calls.context_id(self._handle) == self._identity
-        except DevctxError:  # a driver that does not answer any more has not destroyed it
-            return True
-
-    # -- its properties
+            raise
+        self._handle = 0
 
     @property
     def device(self) -> Device:
@@ -411,27 +397,12 @@ class PrimaryContext(Context):
 
     __slots__ = ()
 
-    def __new__(cls, device: object) -> Self:
-        found: Self | None = getattr(device, "primary_context", None)
-        if found is None:
-            raise TypeError(
-                f"a primary context belongs to a Device, got {device!r}. Write "
-                "Device(...).primary_context"
-            )
-        return found
-
-    def __init__(self, device: object) -> None:
-        pass  # it is made with its device
-
-    @classmethod
-    def _of(cls, device: Device) -> Self:
-        self = object.__new__(cls)
+    def __init__(self, device: Device) -> None:
         self._device = device
         self._backend = device._backend
         self._handle = 0
         self._identity = None
         self._owned = False
-        return self
 
     def _bind(self) -> int:
         self._handle = self._device._bind()
@@ -501,18 +472,3 @@ class PrimaryContext(Context):
             raise DeviceScopeError(self, "cannot be released while a scope of it is open")
         self._handle = 0
         self._device._unbind()
-
-
-def _unmake(backend: Backend, handle: int, before: int, error: BaseException) -> None:
-    """Destroy a context whose making failed half-way; ``handle`` is 0 if it is not known yet."""
-    # It is still current if it is on the driver's stack. Destroying it takes it off.
-    calls = backend.calls
-    try:
-        current = calls.current()
-        made = handle or (current if current != before else 0)
-        if made:
-            calls.destroy(made)
-    except DevctxError as refused:
-        error.add_note(f"The context that was made half-way could not be destroyed: {refused}")
-        if calls.current() != before:
-            calls.set_current(0)

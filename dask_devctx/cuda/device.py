@@ -252,7 +252,7 @@ class Device(RunningScope):
         """The context that all libraries of this process share; reading this does not create it."""
         with _lock:
             if self._primary is None:
-                self._primary = PrimaryContext._of(self)
+                self._primary = PrimaryContext(self)
             return self._primary
 
     context = primary_context

