@@ -18,8 +18,7 @@ from dask_devctx.client.layout import lay_out
 from dask_devctx.config.checks import key_of
 from dask_devctx.config.options import OPTION_NAMES, Options, require_packages, takes_options
 from dask_devctx.cuda.device import devices, html_table
-from dask_devctx.dask_internals.cluster import WatchedCluster
-from dask_devctx.dask_internals.scheduler import add_plugin, add_worker_plugin
+from dask_devctx.dask_internals.scheduler import WatchedCluster, add_plugin, add_worker_plugin
 from dask_devctx.errors import DevicesInUseError
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.routing import DeviceRouting

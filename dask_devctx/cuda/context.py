@@ -18,8 +18,8 @@ from dask_devctx.cuda.properties import (
 )
 from dask_devctx.cuda.scope import lives, open_scopes, raise_or_note
 from dask_devctx.cuda.suspending import RunningScope
+from dask_devctx.driver.backends import ProcessLock
 from dask_devctx.driver.calls import Calls
-from dask_devctx.driver.process_lock import ProcessLock
 from dask_devctx.errors import DevctxError, DeviceScopeError, DriverError
 
 if TYPE_CHECKING:

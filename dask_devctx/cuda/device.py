@@ -11,8 +11,7 @@ from dask_devctx.cuda import discovery, naming
 from dask_devctx.cuda.context import PrimaryContext
 from dask_devctx.cuda.naming import DeviceInfo
 from dask_devctx.cuda.suspending import RunningScope
-from dask_devctx.driver.backends import Backend
-from dask_devctx.driver.process_lock import ProcessLock
+from dask_devctx.driver.backends import Backend, ProcessLock
 
 
 class ComputeCapability(NamedTuple):

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dask_devctx.cuda.naming import DeviceInfo, Inventory
-from dask_devctx.driver.backends import Backend, environment
-from dask_devctx.driver.process_lock import ProcessLock
+from dask_devctx.driver.backends import Backend, ProcessLock, environment
 from dask_devctx.driver.visible import UUID_KINDS, PhysicalDevice, visible_devices
 from dask_devctx.errors import DriverUnavailableError, VisibleDevicesError
 

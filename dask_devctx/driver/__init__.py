@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from dask_devctx.driver.backends import SIMULATED_DEVICES_VARIABLE, Backend, real
-from dask_devctx.driver.process_lock import ProcessLock
+from dask_devctx.driver.backends import SIMULATED_DEVICES_VARIABLE, Backend, ProcessLock, real
 from dask_devctx.errors import DriverUnavailableError, variable
 
 __all__ = ["SIMULATED_DEVICES_VARIABLE", "backend", "current_backend", "use"]

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any, Final, Self
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.driver.process_lock import ProcessLock
+from dask_devctx.driver.backends import ProcessLock
 from dask_devctx.driver.relaxed import LEGACY_STREAM, PER_THREAD_STREAM
 from dask_devctx.errors import DevctxError, DriverError
 from dask_devctx.transfer.location import nbytes_by_device

@@ -16,9 +16,9 @@ from dask_devctx.errors import DevctxError, ValueNotMovableError
 from dask_devctx.transfer import walk
 from dask_devctx.transfer.events import Stamp, hold, release_held
 from dask_devctx.transfer.location import device_of, nbytes_by_device
-from dask_devctx.transfer.peers import connect
 from dask_devctx.transfer.rebuild import Memo, Rebuild
 from dask_devctx.transfer.registry import Registry
+from dask_devctx.transfer.traffic import connect
 
 logger = logging.getLogger(__name__)
 

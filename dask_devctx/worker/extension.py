@@ -16,7 +16,7 @@ from dask_devctx.config.options import LOOK_AHEAD, Options, remembered_tasks
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.dask_internals import check_worker
-from dask_devctx.dask_internals.serialization import unpickled_later
+from dask_devctx.dask_internals.connections import unpickled_later
 from dask_devctx.dask_internals.shuffles import rechunking
 from dask_devctx.dask_internals.worker import metric, own_logs
 from dask_devctx.errors import counted

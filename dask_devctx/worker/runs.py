@@ -25,7 +25,7 @@ from dask_devctx.annotations import (
 from dask_devctx.cuda import naming
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals import tasks
-from dask_devctx.dask_internals.threads import send_next_task_to
+from dask_devctx.dask_internals.tasks import send_next_task_to
 from dask_devctx.dask_internals.worker import told_after
 from dask_devctx.errors import DeviceFailedError, DeviceNotFoundError
 from dask_devctx.scheduler.rows import DEVICE

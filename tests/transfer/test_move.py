@@ -22,7 +22,7 @@ from dask_devctx.transfer import (
     to_host,
 )
 from dask_devctx.transfer.location import memories
-from dask_devctx.transfer.peers import connect
+from dask_devctx.transfer.traffic import connect
 
 NOT_READY = cuda.CUresult.CUDA_ERROR_NOT_READY
 

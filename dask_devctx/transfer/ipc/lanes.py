@@ -8,8 +8,7 @@ from contextlib import suppress
 from typing import Final
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.driver.backends import Backend
-from dask_devctx.driver.process_lock import ProcessLock
+from dask_devctx.driver.backends import Backend, ProcessLock
 from dask_devctx.errors import DevctxError
 from dask_devctx.transfer.events import Event, Stamp, current_streams
 

@@ -13,16 +13,16 @@ from typing import Any
 from dask_devctx.transfer.location import device_of, memory_of, nbytes_by_device
 from dask_devctx.transfer.move import to_device, to_host
 
-# The module here, by the first part of the name of the module that defines a type.
+# The module here and its function, by the first part of the name of the module that defines a type.
 _LIBRARIES = {
-    "cupy": "cupy",
-    "cupyx": "cupyx",
-    "torch": "torch",
-    "numba": "numba",
-    "numba_cuda": "numba",
-    "jax": "jax",
-    "jaxlib": "jax",
-    "cudf": "cudf",
+    "cupy": "cupy.register",
+    "cupyx": "cupy.register_sparse",
+    "torch": "torch.register",
+    "numba": "numba.register",
+    "numba_cuda": "numba.register",
+    "jax": "jax.register",
+    "jaxlib": "jax.register",
+    "cudf": "cudf.register",
 }
 _REGISTRIES = (device_of, nbytes_by_device, to_device, to_host, memory_of)
 
@@ -46,16 +46,17 @@ def known(
             registry.register(kind, function)
 
 
-def _register_lazily(toplevel: str, module: str) -> None:
+def _register_lazily(toplevel: str, path: str) -> None:
     def register() -> None:
         with _lock:  # once for all five, so that it never replaces a user's later registration
-            if module not in _registered:
-                importlib.import_module(f"{__name__}.{module}").register()
-                _registered.add(module)
+            if path not in _registered:
+                module, _, function = path.partition(".")
+                getattr(importlib.import_module(f"{__name__}.{module}"), function)()
+                _registered.add(path)
 
     for registry in _REGISTRIES:
         registry.register_lazy(toplevel, register)
 
 
-for _toplevel, _module in _LIBRARIES.items():
-    _register_lazily(_toplevel, _module)
+for _toplevel, _path in _LIBRARIES.items():
+    _register_lazily(_toplevel, _path)

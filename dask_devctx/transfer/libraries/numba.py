@@ -11,7 +11,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.transfer.events import numba_stream
 from dask_devctx.transfer.libraries import known
 from dask_devctx.transfer.move import current_move
-from dask_devctx.transfer.peers import copy_bytes
+from dask_devctx.transfer.traffic import copy_bytes
 
 
 def _device_of(array: Any) -> Device:

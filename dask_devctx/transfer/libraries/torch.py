@@ -22,8 +22,8 @@ from dask_devctx.transfer.ipc.parcel import Part, Parts, Reduce
 from dask_devctx.transfer.libraries import known
 from dask_devctx.transfer.location import Memory, nbytes_by_device
 from dask_devctx.transfer.move import current_move, to_device
-from dask_devctx.transfer.peers import copy_bytes, is_dense
 from dask_devctx.transfer.rebuild import register_copy, register_name
+from dask_devctx.transfer.traffic import copy_bytes, is_dense
 
 # -- tensors
 

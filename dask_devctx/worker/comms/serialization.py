@@ -16,7 +16,7 @@ from distributed.protocol import dask_deserialize, dask_serialize
 from distributed.protocol.cuda import cuda_deserialize, cuda_serialize
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.dask_internals.serialization import register_instead
+from dask_devctx.dask_internals.connections import register_instead
 
 Serialized = tuple[dict[str, Any], list[Any]]
 Serialize = Callable[[Any], Serialized]

@@ -20,7 +20,7 @@ from dask_devctx.cuda.out_of_memory import (
     is_out_of_memory,
     requested_nbytes,
 )
-from dask_devctx.dask_internals.threads import rejoin_if_seceded
+from dask_devctx.dask_internals.tasks import rejoin_if_seceded
 from dask_devctx.driver import statuses
 from dask_devctx.errors import DriverError
 from dask_devctx.worker.failures.calls import Call

@@ -14,7 +14,7 @@ from dask.system import CPU_COUNT
 from distributed import Worker, get_worker
 
 from dask_devctx.cuda.on_device import tasks_told
-from dask_devctx.dask_internals.threads import (
+from dask_devctx.dask_internals.tasks import (
     ThreadPoolExecutor,
     end_idle_threads,
     set_most_threads,

@@ -21,7 +21,7 @@ from distributed import Status, Worker
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import clear_frames
-from dask_devctx.dask_internals.threads import (
+from dask_devctx.dask_internals.tasks import (
     TaskThreadPoolExecutor,
     error_in,
     rescheduled,
