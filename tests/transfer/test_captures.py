@@ -21,8 +21,6 @@ from tests.conftest import simulation  # noqa: F401  # both
 from tests.transfer.order import Order
 
 GLOBAL, THREAD_LOCAL, RELAXED = CUstreamCaptureMode
-_BLOCKING = pytest.mark.parametrize("blocking", [False, True], ids=["non-blocking", "blocking"])
-_MODE = pytest.mark.parametrize("mode", CUstreamCaptureMode, ids=lambda mode: mode.name[23:])
 
 
 class Capture:
@@ -64,41 +62,27 @@ def later() -> Iterator[Callable[..., Any]]:
         yield thread.submit
 
 
-@_MODE
-@_BLOCKING
-def test_stamps_are_made_meanwhile(
+@pytest.mark.parametrize("mode", CUstreamCaptureMode, ids=lambda mode: mode.name[23:])
+@pytest.mark.parametrize("blocking", [False, True], ids=["non-blocking", "blocking"])
+def test_values_are_stamped_and_moved_and_pages_locked_meanwhile(
     machine: SimulatedMachine, x: SimulatedArray, mode: Any, blocking: bool
 ) -> None:
+    after = stamp(x)
     with captured(machine, mode, blocking=blocking):
         made = [stamp(x), Stamp.of_devices([Device(0)]), Stamp.of_streams([Device(0)])]
         assert [one is not None and one.done() for one in made] == [not blocking] * 3
         release_held()
-    assert all(one is not None and one.done() for one in made)
-    assert made[0] is not None
-    assert made[0].places == {Device(0): x.nbytes}
-
-
-@_MODE
-@_BLOCKING
-@pytest.mark.parametrize("device", [0, 1, "cpu"])
-def test_values_are_moved_meanwhile(
-    machine: SimulatedMachine, x: SimulatedArray, mode: Any, blocking: bool, device: Any
-) -> None:
-    made = stamp(x)
-    with captured(machine, mode, blocking=blocking):
-        moved = to_device([x], device, after=made, copy=True, guard_source=False)[0]
-        host = moved if device == "cpu" else moved.get()
-        assert (host == [1.0, 2.0]).all()
-
-
-@_MODE
-@_BLOCKING
-def test_pages_are_locked_meanwhile(machine: SimulatedMachine, mode: Any, blocking: bool) -> None:
-    with captured(machine, mode, blocking=blocking):
+        for device in (0, 1, "cpu"):
+            moved = to_device([x], device, after=after, copy=True, guard_source=False)[0]
+            host = moved if device == "cpu" else moved.get()
+            assert (host == [1.0, 2.0]).all()
         pool = PageLockedPool(Device(0), 4 * 2**20)
         assert pool.take(100).is_page_locked
         pool.close()
         assert pool.nbytes == 0
+    assert all(one is not None and one.done() for one in made)
+    assert made[0] is not None
+    assert made[0].places == {Device(0): x.nbytes}
 
 
 def test_a_reader_of_what_was_stamped_meanwhile_waits(

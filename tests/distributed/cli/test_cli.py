@@ -178,7 +178,10 @@ def test_options_devices_and_limits_are_shown() -> None:
 def test_a_worker_without_the_plugin_is_shown() -> None:
     with LocalCluster(1, processes=False, protocol="tcp", dashboard_address=":0") as cluster:
         (one,) = json.loads(info(cluster.scheduler_address, "--json").stdout).values()
+        result = info(cluster.scheduler_address)
     assert one["uses"] is one["options"] is None
+    assert result.exit_code == 1
+    assert "does not run the plugin: client.register_plugin(DevicePlugin())" in result.stdout
 
 
 def test_a_scheduler_is_needed() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +14,7 @@ from dask_devctx.cuda import naming
 from dask_devctx.cuda.naming import DeviceInfo, Inventory
 from dask_devctx.scheduler.cluster import Cluster, WorkerDevices
 from dask_devctx.scheduler.restrictions import Restrictions
-from dask_devctx.scheduler.sharing import Claim, Sharing, divide
+from dask_devctx.scheduler.sharing import Claim, divide
 
 ADDRESSES = [f"tcp://10.0.0.{n}:1" for n in range(3)]
 UUIDS = [f"GPU-{n % 2}33ebc8{n}-95a3-9648-c914-5259efe7a11e" for n in range(4)]
@@ -266,67 +264,6 @@ def test_what_no_task_asks_for_any_more_is_forgotten(asks: Any) -> None:
 
 
 ALL = ("a", "b", "c", "d")
-
-
-class Workers:
-    """The workers of a scheduler, and the devices that each was told last."""
-
-    def __init__(self, grace_s: float = 60) -> None:
-        self.told: dict[str, list[str]] = {}
-        self.addresses: dict[str, Any] = {}
-        self.sharing = Sharing(self.tell, self.addresses, grace_s)
-
-    async def tell(self, address: str, uuids: Sequence[str], version: int) -> None:
-        self.told[address] = list(uuids)
-
-    async def join(self, name: str, wanted: Sequence[str] = ALL, process: str = "") -> list[str]:
-        self.addresses[name] = None
-        answer = await self.sharing.claim(name, process or f"process of {name}", wanted)
-        if answer["uuids"]:
-            self.told[name] = answer["uuids"]
-        return list(answer["uuids"])
-
-    def leave(self, name: str) -> None:
-        del self.addresses[name], self.told[name]
-        self.sharing.left(name, may_return=True)
-
-
-def test_a_worker_that_is_restarted_gets_the_devices_that_it_had() -> None:
-    async def body() -> None:
-        workers = Workers()
-        for name in ("one", "two", "three"):
-            await workers.join(name)
-        before = dict(workers.told)
-        workers.leave("two")
-        assert await workers.join("again") == before["two"]
-        assert workers.told == {"one": ["a", "b"], "again": ["c"], "three": ["d"]}
-
-    asyncio.run(body())
-
-
-def test_workers_of_one_process_have_the_same_devices() -> None:
-    async def body() -> None:
-        workers = Workers()
-        await workers.join("one", process="p")
-        assert await workers.join("two", process="p") == ["a", "b", "c", "d"]
-        assert await workers.join("three") == ["c", "d"]
-        assert workers.told["one"] == workers.told["two"] == ["a", "b"]
-
-    asyncio.run(body())
-
-
-def test_one_that_does_not_answer_does_not_stop_the_others() -> None:
-    async def body() -> None:
-        workers = Workers()
-        await workers.join("one")
-
-        async def fails(*args: object) -> None:
-            raise OSError("it ended just now")
-
-        workers.sharing._tell = fails  # type: ignore[method-assign]
-        assert await workers.join("two") == ["c", "d"]
-
-    asyncio.run(body())
 
 
 @given(st.lists(st.sets(st.sampled_from(ALL), min_size=1), min_size=1, max_size=5), st.data())

@@ -45,8 +45,9 @@ def total(value: SimulatedArray) -> float:
     return float(value.get().sum()) / (MIB // 8)
 
 
-@pytest.mark.parametrize("blocking", [False, True], ids=["non-blocking", "blocking"])
-@pytest.mark.parametrize("mode", [THREAD_LOCAL, RELAXED, GLOBAL], ids=lambda mode: mode.name[23:])
+@pytest.mark.parametrize(
+    ("mode", "blocking"), [(THREAD_LOCAL, True), (RELAXED, False), (GLOBAL, True), (GLOBAL, False)]
+)
 def test_no_capture_is_spoiled_and_all_values_are_right(mode: Any, blocking: bool) -> None:
     """On two workers: values are made before, as a graph in global mode forbids to allocate."""
     options = {"device_memory_limit": 8 * MIB, "tasks_per_device": 3, "memory_limit": 0}

@@ -19,7 +19,7 @@ from distributed import Worker
 from tornado.httpclient import AsyncHTTPClient
 
 from dask_devctx import DevicePlugin, LocalDeviceCluster, SimulatedArray, report
-from tests.distributed.devices import fail, on_cluster, plugin_with, with_plugin
+from tests.distributed.devices import fail, of_worker, on_cluster, plugin_with, with_plugin
 
 prometheus_client = pytest.importorskip("prometheus_client")
 parser = pytest.importorskip("prometheus_client.parser")
@@ -81,6 +81,7 @@ async def test_its_numbers_are_those_of_the_report(client: Any, worker: Worker) 
 async def test_workers_of_one_process_share_a_page(client: Any, one: Any, two: Any) -> None:
     assert await scraped(one) == {}
     await client.register_plugin(DevicePlugin(devices=[0, 1]))
+    assert of_worker(one) == of_worker(two) == [0, 1]
     await client.gather(client.map(lambda n: n, range(10)))
     samples, found = await scraped(two), await report(client)
     uuids = {device.uuid for device in found.devices}
