@@ -76,8 +76,34 @@ def _torch() -> Library:
     )
 
 
+def _numba() -> Library:
+    from numba import cuda
+
+    def empty(shape: tuple[int, ...], dtype: Any, device: Device) -> Any:
+        with cuda.gpus[device.device_id]:  # Numba keeps its own record of it
+            return cuda.device_array(shape, np.uint8 if dtype is None else dtype)
+
+    def dense(array: Any) -> Any:
+        if array.flags["C_CONTIGUOUS"]:
+            return array
+        with cuda.gpus[array.gpu_data.context.device.id]:
+            made = cuda.device_array(array.shape, array.dtype)
+            made[(slice(None),) * array.ndim] = array
+        return made
+
+    def pointer(array: Any) -> int:
+        return int(array.__cuda_array_interface__["data"][0] or 0)
+
+    return Library("numba.DeviceNDArray", pointer, dense, empty)
+
+
 # Functions that return the library of a type, by its name.
-LIBRARIES: Final[dict[str, Callable[[], Library]]] = {"cupy.ndarray": _cupy, "torch.Tensor": _torch}
+LIBRARIES: Final[dict[str, Callable[[], Library]]] = {
+    "cupy.ndarray": _cupy,
+    "torch.Tensor": _torch,
+    "numba.DeviceNDArray": _numba,
+    "numba_cuda.DeviceNDArray": _numba,
+}
 
 
 def of_type(kind: type) -> Library | None:
