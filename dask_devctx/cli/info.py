@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
 from distributed import Client, Worker
 
-from dask_devctx import config
+from dask_devctx import config, driver
 from dask_devctx.cli.connection import connected, finds_scheduler
 from dask_devctx.client.live import aligned
 from dask_devctx.config.options import Options
-from dask_devctx.cuda.inspection import Machine, inspect_machine
-from dask_devctx.cuda.naming import DeviceInfo
-from dask_devctx.errors import counted, nbytes_text
+from dask_devctx.cuda import discovery
+from dask_devctx.cuda.device import Device
+from dask_devctx.cuda.naming import DeviceInfo, Inventory
+from dask_devctx.driver.backends import Backend, environment
+from dask_devctx.errors import DevctxError, counted, nbytes_text
 from dask_devctx.plugin import DevicePlugin
 
 # The content of the JSON: of a machine, and of a worker.
@@ -42,11 +43,10 @@ def info(context: click.Context, /, scheduler: str | None, as_json: bool, **wher
             workers = _workers(client)
         click.echo(json.dumps(workers, indent=2, default=str) if as_json else _of_cluster(workers))
         context.exit(0 if any(worker["uses"] for worker in workers.values()) else 1)
-    machine = inspect_machine()
-    machine = replace(machine, problems=(*machine.problems, *_problems_of_the_configuration()))
-    found = _found(machine)
+    found = _machine()
+    found["problems"] += _problems_of_the_configuration()
     click.echo(json.dumps(found, indent=2) if as_json else _as_text(found))
-    context.exit(0 if machine.usable else 1)
+    context.exit(0 if any(device["peers"] is not None for device in found["devices"]) else 1)
 
 
 def _problems_of_the_configuration() -> list[str]:
@@ -58,29 +58,54 @@ def _problems_of_the_configuration() -> list[str]:
     return found
 
 
-def _found(machine: Machine) -> Found:
-    """Return a machine as plain data."""
-
-    def fields(device: DeviceInfo) -> Found:
-        cpus = device.cpu_affinity
-        return device._asdict() | {"cpu_affinity": None if cpus is None else sorted(cpus)}
-
+def _machine() -> Found:
+    """Return this machine's devices and the problems with them, as plain data; raise no error."""
+    found, version, simulated = Inventory(()), None, False
+    problems: list[str] = []
+    devices: list[Found] = []
+    visible, order = environment()
+    try:
+        backend = driver.backend()
+        simulated, found = backend.simulated, discovery.inventory(backend)
+        problems += found.problems
+        if not found.devices and not problems:
+            hidden = f", {len(found.hidden)} are hidden" if found.hidden else ""
+            problems.append(f"CUDA_VISIBLE_DEVICES={visible!r} shows no device{hidden}")
+        for info in found.devices:
+            memory = discovery.memory_info(backend, info)
+            devices.append(_fields(info) | {"free_memory": memory and memory[0], "peers": None})
+        if devices:
+            number = backend.driver().version()
+            version = f"{number // 1000}.{number % 1000 // 10}"
+        for info, device in zip(found.devices, devices, strict=True):
+            try:
+                device["peers"] = _peers(backend, info, found.devices)
+            except DevctxError as error:
+                problems.append(str(error))
+    except DevctxError as error:
+        problems.append(str(error))
     return {
-        "devices": [
-            {
-                **fields(device),
-                "free_memory": (machine.memory[device.uuid] or (None,))[0],
-                "peers": list(machine.peers.get(device.uuid, ())),
-            }
-            for device in machine.devices
-        ],
-        "hidden": [fields(device) for device in machine.hidden],
-        "cuda_visible_devices": machine.visible_devices,
-        "cuda_device_order": machine.device_order,
-        "cuda_version": machine.cuda_version,
-        "simulated": machine.simulated,
-        "problems": list(machine.problems),
+        "devices": devices,
+        "hidden": list(map(_fields, found.hidden)),
+        "cuda_visible_devices": visible,
+        "cuda_device_order": order,
+        "cuda_version": version,
+        "simulated": simulated,
+        "problems": list(dict.fromkeys(problems)),
     }
+
+
+def _fields(info: DeviceInfo) -> Found:
+    cpus = info.cpu_affinity
+    return info._asdict() | {"cpu_affinity": None if cpus is None else sorted(cpus)}
+
+
+def _peers(backend: Backend, info: DeviceInfo, others: Sequence[DeviceInfo]) -> list[str]:
+    """Return the devices whose memory one can reach; raise if CUDA hides it."""
+    discovery.driver_ordinal(backend, info)
+    device = Device(info.uuid)
+    uuids = [other.uuid for other in others if other is not info]
+    return [uuid for uuid in uuids if device.can_access_peer(uuid)]
 
 
 def _as_text(found: Found) -> str:
@@ -127,7 +152,7 @@ def _row(name: str, device: Found) -> tuple[object, ...]:
 
 
 def _reach(one: Found, other: Found) -> str:
-    return "yes" if other["uuid"] in one["peers"] else "no"
+    return "yes" if other["uuid"] in (one["peers"] or ()) else "no"
 
 
 def _ranges(numbers: list[int]) -> str:
@@ -163,7 +188,7 @@ def _of_worker(dask_worker: Worker) -> Found:
     plugin = dask_worker.plugins.get(DevicePlugin.name)
     has_plugin = isinstance(plugin, DevicePlugin)
     return {
-        "machine": _found(inspect_machine()),
+        "machine": _machine(),
         "uses": [device.uuid for device in plugin.worker_devices] if has_plugin else None,
         "plugin": repr(plugin) if has_plugin else None,
         "options": plugin.configuration() if has_plugin else None,

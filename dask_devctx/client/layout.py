@@ -11,7 +11,7 @@ from dask_devctx import driver
 from dask_devctx.config.options import LOOK_AHEAD, Options, fair_memory
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device, devices, named_devices
-from dask_devctx.cuda.inspection import can_export
+from dask_devctx.cuda.exports import can_export
 from dask_devctx.errors import DevicesInUseError, VisibleDevicesError, counted, held_text
 from dask_devctx.graph.calls import users_level
 from dask_devctx.plugin import held_devices

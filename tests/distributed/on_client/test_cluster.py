@@ -30,7 +30,7 @@ from dask_devctx import (
 )
 from dask_devctx.client import layout
 from dask_devctx.config.options import OPTION_NAMES
-from dask_devctx.cuda.inspection import answer
+from dask_devctx.cuda.exports import answer
 from dask_devctx.driver.simulated import SimulatedMachine
 from tests.distributed.devices import acquire, here, of_worker, started
 
