@@ -14,7 +14,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 from dask_devctx.cuda.device import Device
@@ -178,34 +178,12 @@ class Look(NamedTuple):
 
 
 def _spread(parts: Sequence[Any], at_most: int) -> Sequence[Any]:
-    """Return at most so many of the parts: the first, the last, and others at even steps."""
-    n = len(parts)
+    """Return at most so many of the parts: the first, the last two, and others at even steps."""
+    # The last two of a dictionary are a key and its value.
+    n, between = len(parts), at_most - 2
     if n <= at_most:
         return parts
-    return [parts[index * (n - 1) // (at_most - 1)] for index in range(at_most)]
-
-
-_SIZED = (list, tuple, dict, set, frozenset, deque)
-_base = Registry.remember(
-    lambda kind: next((each for each in kind.__mro__ if each in _SIZED), None)
-)
-
-
-def _some(value: Any, parts: Parts, at_most: int) -> tuple[Sequence[Any], int]:
-    """Return about so many of a value's parts, and the number of all parts."""
-    base = _base[type(value)]
-    n = 0 if base is None else base.__len__(value)
-    if base is dict and 2 * n > at_most:
-        pairs = dict.items(value)
-        some = *islice(pairs, at_most * 3 // 8), *islice(reversed(pairs), at_most // 8)
-        return list(chain.from_iterable(some)), 2 * n
-    if base is not dict and n > at_most:
-        if base not in (list, tuple):
-            return list(islice(base.__iter__(value), at_most)), n
-        ends = slice(at_most * 3 // 4), slice(-(at_most // 4), None)
-        return [part for end in ends for part in base.__getitem__(value, end)], n
-    every = parts(value)
-    return _spread(every, at_most), len(every)
+    return [*[parts[index * n // between] for index in range(between)], *parts[-2:]]
 
 
 def look(root: Any, count: Callable[[Any], dict[Device, int]], at_most: int = AT_MOST) -> Look:
@@ -223,7 +201,7 @@ def look(root: Any, count: Callable[[Any], dict[Device, int]], at_most: int = AT
     while looked < at_most and (queue or (later and not places)):
         if not queue:
             rest, scale = later.popleft()
-            some = _spread(rest, max(at_most - looked, 2))
+            some = _spread(rest, max(at_most - looked, 3))
             complete &= len(some) == len(rest)
             queue.extend((part, scale) for part in some if id(part) not in seen)
             seen.update((id(part), part) for part in some)
@@ -238,20 +216,21 @@ def look(root: Any, count: Callable[[Any], dict[Device, int]], at_most: int = AT
         if found is None:
             continue
         try:
-            parts, n_parts = _some(value, found, max(types_left, _SAMPLE))
+            every = found(value)
         except Exception:
             continue
+        parts = _spread(every, max(types_left, _SAMPLE))
         types_left -= len(parts)
         wanted = _by_type(parts)
         # NumPy's arrays have objects of one kind: a sample of plain ones, such as texts, is enough.
-        complete &= len(parts) == n_parts or (found is _members and not wanted)
+        complete &= len(parts) == len(every) or (found is _members and not wanted)
         for some in wanted.values():
             sample = _spread(some, _SAMPLE)
             new = {id(part): part for part in sample if id(part) not in seen}
             seen.update(new)
             scaled = 1.0
             if len(new) == len(sample):  # not the same objects, many times
-                scaled = scale * n_parts / len(parts) * len(some) / len(sample)
+                scaled = scale * len(every) / len(parts) * len(some) / len(sample)
             queue.extend((part, scaled) for part in new.values())
             if len(some) > len(sample):
                 later.append((some, scaled))
