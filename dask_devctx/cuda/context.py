@@ -69,7 +69,7 @@ class Context(RunningScope):
     Examples
     --------
     >>> with Context.temporary(1, flags=ContextFlags.SCHED_BLOCKING_SYNC) as own:
-    ...     Context.current() is own, Device.current().device_id
+    ...     Context.current() is own, own.device.device_id
     (True, 1)
     """
 

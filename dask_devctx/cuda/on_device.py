@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, ClassVar, ParamSpec, Self, TypeVar
+from typing import Any, ClassVar, Generic, ParamSpec, Self, TypeVar
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.naming import refuse_no_name
-from dask_devctx.cuda.suspending import ScopedFunction, Synchronized, call
+from dask_devctx.cuda.suspending import Synchronized, call
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -86,16 +89,22 @@ def on_device(
     return decorate
 
 
-class DeviceFunction(ScopedFunction[P, T]):
-    """A function that runs on a device: :func:`on_device` makes it."""
+class DeviceFunction(Generic[P, T]):
+    """A function that runs on a device wherever it is called: :func:`on_device` makes it."""
 
     # A worker and a scheduler recognise it by this attribute, without importing the class.
     carries_device: ClassVar = True
 
-    which: object
+    __wrapped__: Callable[P, T]
 
     def __init__(self, which: object, fn: Callable[P, T], synchronize: bool = False) -> None:
-        super().__init__(None, fn, f"on_device({which!r}{', synchronize=True' * synchronize})")
+        if not callable(fn):
+            hint = ". Put it below @classmethod or @property, next to the function"
+            if not isinstance(fn, classmethod | property | functools.cached_property):
+                hint = ""
+            said = _decorator(which, synchronize)
+            raise TypeError(f"{said} decorates something callable, got {fn!r}{hint}")
+        functools.update_wrapper(self, fn)
         self.which = which
         self.synchronize = synchronize
 
@@ -110,8 +119,37 @@ class DeviceFunction(ScopedFunction[P, T]):
         result: T = call(scope, self.__wrapped__, *args, **kwargs)
         return result
 
-    def _rebuilt(self) -> tuple[Any, ...]:
-        return DeviceFunction, (self.which, self.__wrapped__, self.synchronize)
+    def __get__(self, instance: object, owner: type | None = None) -> Callable[..., T]:
+        if instance is None or isinstance(self.__wrapped__, staticmethod):
+            return self
+        return types.MethodType(self, instance)
+
+    def __getattr__(self, name: str) -> Any:
+        # inspect reads the kind of a function from its code. asyncio and dask use inspect.
+        if name in ("__code__", "__defaults__", "__kwdefaults__", "__name__"):
+            fn: Any = self.__wrapped__
+            while isinstance(fn, (functools.partial, staticmethod)):
+                fn = fn.func if isinstance(fn, functools.partial) else fn.__func__
+            return getattr(fn, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __reduce__(self) -> Any:
+        # After decoration in place, the module's name means this object and not the function any
+        # more. An object of __main__ goes by value, with cloudpickle: the other process has
+        # another __main__.
+        name, module = getattr(self, "__qualname__", ""), getattr(self, "__module__", "")
+        found: object = None if module == "__main__" else sys.modules.get(module)
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        by_value = DeviceFunction, (self.which, self.__wrapped__, self.synchronize)
+        return name if found is self else by_value
+
+    def __repr__(self) -> str:
+        return f"{_decorator(self.which, self.synchronize)}({self.__wrapped__!r})"
+
+
+def _decorator(which: object, synchronize: bool) -> str:
+    return f"on_device({which!r}{', synchronize=True' * synchronize})"
 
 
 # -- the devices of a task

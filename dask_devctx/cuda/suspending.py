@@ -6,8 +6,6 @@ is current for the function's own code, and not for other code that runs in betw
 
 from __future__ import annotations
 
-import functools
-import sys
 import types
 import weakref
 from collections.abc import Callable, Coroutine, Generator
@@ -213,7 +211,7 @@ class Synchronized(Generic[S]):
     """A scope of a device or context that waits for its work: ``synchronized()`` returns it."""
 
     # Reusable and reentrant on any thread, as the device itself: it has no state. A function that
-    # it decorates waits before it returns its result, a generator before it yields an item; at an
+    # it runs waits before it returns its result, a generator before it yields an item; at an
     # `await` there is no wait.
 
     __slots__ = ("_scope",)
@@ -236,10 +234,6 @@ class Synchronized(Generic[S]):
             self._scope.__exit__(type(error), error, error.__traceback__)
             raise
         return self._scope.__exit__(exc_type, exc, traceback)
-
-    def __call__(self, fn: Callable[P, T]) -> ScopedFunction[P, T]:
-        """Return a function that runs ``fn`` inside the scope, as :meth:`run` does."""
-        return ScopedFunction(self, fn)
 
     def __repr__(self) -> str:
         return f"{self._scope!r}.synchronized()"
@@ -269,54 +263,3 @@ class Synchronized(Generic[S]):
             scope.synchronize()
         except DevctxError as error:
             raise_or_note(error, exc)
-
-
-class ScopedFunction(Generic[P, T]):
-    """A function that runs inside a scope wherever it is called: ``@device.synchronized()``."""
-
-    __wrapped__: Callable[P, T]
-
-    def __init__(self, scope: Any, fn: Callable[P, T], decorator: str = "") -> None:
-        decorator = decorator or repr(scope)
-        if not callable(fn):
-            hint = ". Put it below @classmethod or @property, next to the function"
-            if not isinstance(fn, classmethod | property | functools.cached_property):
-                hint = ""
-            raise TypeError(f"{decorator} decorates something callable, got {fn!r}{hint}")
-        functools.update_wrapper(self, fn)
-        self._scope, self._decorator = scope, decorator
-
-    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        result: T = call(self._scope, self.__wrapped__, *args, **kwargs)
-        return result
-
-    def __get__(self, instance: object, owner: type | None = None) -> Callable[..., T]:
-        if instance is None or isinstance(self.__wrapped__, staticmethod):
-            return self
-        return types.MethodType(self, instance)
-
-    def __getattr__(self, name: str) -> Any:
-        # inspect reads the kind of a function from its code. asyncio and dask use inspect.
-        if name in ("__code__", "__defaults__", "__kwdefaults__", "__name__"):
-            fn: Any = self.__wrapped__
-            while isinstance(fn, (functools.partial, staticmethod)):
-                fn = fn.func if isinstance(fn, functools.partial) else fn.__func__
-            return getattr(fn, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def __reduce__(self) -> Any:
-        # After decoration in place, the module's name means this object and not the function any
-        # more. An object of __main__ goes by value, with cloudpickle: the other process has
-        # another __main__.
-        name, module = getattr(self, "__qualname__", ""), getattr(self, "__module__", "")
-        found: object = None if module == "__main__" else sys.modules.get(module)
-        for part in name.split("."):
-            found = getattr(found, part, None)
-        return name if found is self else self._rebuilt()
-
-    def _rebuilt(self) -> tuple[Any, ...]:
-        """Return the value of :meth:`__reduce__` for a function that goes by value."""
-        return type(self), (self._scope, self.__wrapped__)
-
-    def __repr__(self) -> str:
-        return f"{self._decorator}({self.__wrapped__!r})"

@@ -41,7 +41,7 @@ WAYS = {
     "run": (lambda: called_by(Device(1)), 0),
     "run of a context": (lambda: called_by(Device(1).primary_context), 0),
     "on_device, synchronize": (lambda: on_device(1, synchronize=True), 1),
-    "synchronized": (lambda: Device(1).synchronized(), 1),
+    "synchronized": (lambda: called_by(Device(1).synchronized()), 1),
 }
 
 
@@ -87,7 +87,7 @@ def where(first=None, *, second=None):
     return ordinal(), first, second
 
 
-@Device(1).synchronized()
+@on_device(1, synchronize=True)
 def where_synchronized(first=None, *, second=None):
     """Say where it runs."""
     return ordinal(), first, second
@@ -391,7 +391,7 @@ def test_an_asynchronous_generator_is_refused(way):
     ],
 )
 def test_kind_of_function(function, tells, made):
-    for decorate in (on_device(1), Device(1).synchronized()):
+    for decorate in (on_device(1), on_device(1, synchronize=True)):
         assert tells(decorate(function))
         assert not tells(decorate(ordinal))
         assert made is None or made(decorate(function)([]))
@@ -419,7 +419,6 @@ def test_pickled_works(machine):
     assert pickle.loads(cloudpickle.dumps(on_device(3)(lambda: ordinal())))() == 3
     assert pickle.loads(pickle.dumps(on_device(Device(1))(ordinal)))() == 1
     assert pickle.loads(pickle.dumps(Model().method))(7)[1:] == (2, 7)
-    for function in (Device(1).synchronized()(len), on_device(1, synchronize=True)(len)):
-        machine.faults.calls.clear()
-        assert pickle.loads(pickle.dumps(function))("abc") == 3
-        assert machine.faults.calls["cuCtxSynchronize"] == 1
+    machine.faults.calls.clear()
+    assert pickle.loads(pickle.dumps(on_device(1, synchronize=True)(len)))("abc") == 3
+    assert machine.faults.calls["cuCtxSynchronize"] == 1
