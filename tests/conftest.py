@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import os
 import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -19,6 +17,7 @@ from dask_devctx.driver import backends
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.simulated import SimulatedMachine
 from tests.addressed import addressed
+from tests.python import python
 
 # Imported by the processes of some tests only.
 collect_ignore = ["standins"]
@@ -144,16 +143,7 @@ def child() -> Child:
         functions = (*beside, function)
         source = _PRELUDE + "".join(textwrap.dedent(inspect.getsource(f)) for f in functions)
         call = f"{function.__name__}(*{arguments!r})\n"
-        wanted = {**os.environ, **(env or {})}
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", f"SOURCE = {source!r}\nexec(SOURCE)\n{call}"],
-            env={name: value for name, value in wanted.items() if value is not None},
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
-        if check:
-            assert done.returncode == 0, f"{done.returncode}\n{done.stdout}{done.stderr}"
-        return done
+        program = f"SOURCE = {source!r}\nexec(SOURCE)\n{call}"
+        return python("-W", "ignore", "-c", program, env=env, check=check)
 
     return run

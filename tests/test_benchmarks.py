@@ -7,8 +7,6 @@ import dataclasses
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,20 +21,13 @@ from benchmarks.host import Entry, started
 from benchmarks.measure import measure, verdict
 from benchmarks.report import as_data, judgement, table
 from dask_devctx import driver
-
-ROOT = Path(__file__).parent.parent
+from tests.python import python
 
 
 def ran(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     """Return what a run on two simulated devices wrote, and what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "--tiny", "-o", str(folder), *arguments],
-        cwd=ROOT,
-        env=os.environ | {driver.SIMULATED_DEVICES_VARIABLE: "2"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    given = ("-m", "benchmarks", "--tiny", "-o", str(folder), *arguments)
+    done = python(*given, env={driver.SIMULATED_DEVICES_VARIABLE: "2"}, timeout=None)
     return json.loads((folder / "results.json").read_text()), done.stdout
 
 

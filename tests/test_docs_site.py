@@ -6,13 +6,9 @@ import ast
 import importlib
 import inspect
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
-from pathlib import Path
 
 import click
 import pytest
@@ -23,8 +19,8 @@ from distributed.cli import dask_scheduler, dask_worker
 import dask_devctx
 from dask_devctx import Device, SimulatedArray
 from dask_devctx.cli import devctx
+from tests.python import ROOT, python
 
-ROOT = Path(__file__).parent.parent
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -136,22 +132,12 @@ def test_code_runs(tmp_path):
     )
     # One worker for all devices, from a process that has dask already: the code is the same.
     variables = {
-        "PYTHONPATH": str(ROOT),
         "DASK_DEVCTX__SIMULATED_DEVICES": "4",
         "DASK_DEVCTX__IPC": "false",
         "DASK_DISTRIBUTED__WORKER__MULTIPROCESSING_METHOD": "forkserver",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", runner],
-        input=json.dumps(pages),
-        cwd=tmp_path,
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    given = {"input": json.dumps(pages), "cwd": tmp_path, "timeout": 280}
+    done = python("-c", runner, env=variables, **given)
     assert done.stderr.count("PAGE") == len(pages)
     assert "Traceback (most" not in done.stderr, done.stderr
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import re
 import runpy
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.distributed.traces import assert_equal, checked, slices
+from tests.python import ROOT, python
 
-ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 # The options that make an example small.
 SMALL = {
@@ -51,16 +50,9 @@ VARIABLES = {
 }
 
 
-def python(*arguments: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env=os.environ | VARIABLES | variables,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+def run(*arguments: str, **how: Any) -> subprocess.CompletedProcess[str]:
+    variables = {**VARIABLES, **how.pop("env", {})}
+    return python(*arguments, env=variables, check=False, **how)
 
 
 def test_the_gallery_has_every_example_with_a_picture() -> None:
@@ -79,7 +71,7 @@ def test_the_archive_of_the_site_runs(tmp_path: Path) -> None:
     runpy.run_path(str(ROOT / "docs" / "conf.py"))["write_examples"](site, None)
     with zipfile.ZipFile(tmp_path / "examples.zip") as archive:
         archive.extractall(tmp_path)
-    done = python("-m", "examples", "scope_only", cwd=tmp_path, PYTHONPATH=str(ROOT))
+    done = run("-m", "examples", "scope_only", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert list((tmp_path / "pictures").glob("*.png"))
 
@@ -89,7 +81,7 @@ def test_an_example(tmp_path: Path, name: str) -> None:
     path, saved = EXAMPLES / f"{name}.py", tmp_path / "report"
     out = tmp_path / "new"  # which the example makes
     program = ["-c", DEMO, str(saved)] if name == "segment_images" else [str(path)]
-    done = python(*program, "--out", str(out), *SMALL[name].split())
+    done = run(*program, "--out", str(out), *SMALL[name].split())
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].endswith(" right")
     pictures = list(out.glob("*.png"))
@@ -114,10 +106,10 @@ def test_an_example_says_what_is_missing() -> None:
         "import sys; sys.modules['pandas'] = None; sys.path.insert(0, 'examples'); "
         "sys.argv = ['dataframes']; import dataframes; dataframes.main()"
     )
-    done = python("-c", program)
+    done = run("-c", program)
     assert done.returncode == 2
     assert done.stderr == "this example needs the package pandas: pip install pandas\n"
-    done = python("examples/scope_only.py", DASK_DEVCTX__SIMULATED_DEVICES="")
+    done = run("examples/scope_only.py", env={"DASK_DEVCTX__SIMULATED_DEVICES": ""})
     if "no GPU" in done.stderr:  # on a machine without GPUs
         assert done.returncode == 2
         assert done.stderr.startswith("no GPU: set DASK_DEVCTX__SIMULATED_DEVICES=4")
@@ -129,11 +121,13 @@ def test_an_example_says_what_is_missing() -> None:
 def test_all_examples_by_one_command(tmp_path: Path) -> None:
     """It goes on after one that fails: here, a device that no worker has."""
     names = ("hyperparameters", "scope_only")
-    done = python(*("-m", "examples", "--out", str(tmp_path), *names), DASK_DEVCTX__DEVICES="[7]")
+    done = run(
+        *("-m", "examples", "--out", str(tmp_path), *names), env={"DASK_DEVCTX__DEVICES": "[7]"}
+    )
     assert done.returncode == 1, done.stderr
     failed, right = (line.split() for line in done.stdout.splitlines()[-2:])
     assert failed[:2] == ["hyperparameters", "FAILED"]
     assert right[:2] == ["scope_only", "right"]
     assert {"cuda:0", "cuda:1"} <= set(right)
     assert "DeviceNotFoundError" in done.stderr
-    assert "there are batch_inference, dataframes" in python("-m", "examples", "bogus").stderr
+    assert "there are batch_inference, dataframes" in run("-m", "examples", "bogus").stderr

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.python import python
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "dask_devctx"
@@ -59,10 +59,7 @@ def test_a_longer_module_is_still_long() -> None:
 
 def imported(*names: str) -> set[str]:
     """Return the top-level packages that a process has loaded once it has imported these."""
-    program = f"import sys, {', '.join(names)}; print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = python("-c", f"import sys, {', '.join(names)}; print(*sys.modules)")
     return {name.split(".")[0] for name in done.stdout.split()}
 
 
@@ -71,6 +68,4 @@ def test_the_package_itself_needs_no_dask() -> None:
 
 
 def test_a_worker_needs_no_numpy() -> None:
-    program = "import sys; sys.modules['numpy'] = None; import dask_devctx.worker.extension"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    python("-c", "import sys; sys.modules['numpy'] = None; import dask_devctx.worker.extension")

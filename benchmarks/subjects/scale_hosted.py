@@ -296,7 +296,7 @@ def announcement(number: int) -> dict[str, Any]:
     uuids = _uuids(number)
     seen = [(uuid, f"0000:{n:02x}:00.0") for n, uuid in enumerate(uuids)]
     return {
-        "protocol": PROTOCOL, "seen": seen, "used": uuids, "limits": {}, "memory_limit": None
+        "protocol": PROTOCOL, "seen": seen, "used": uuids, "limits": {}
     }  # fmt: skip
 
 

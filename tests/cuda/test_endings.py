@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 from cuda.bindings import driver as types
@@ -14,6 +11,7 @@ from cuda.bindings.driver import CUresult
 
 from dask_devctx import Context, Device
 from dask_devctx.cuda.scope import open_scopes
+from tests.python import python
 
 
 def inside(device, log):
@@ -134,14 +132,8 @@ def test_the_interpreter_ends_with_scopes_open(without_extension, options):
         pytest.importorskip(
             "dask_devctx.driver._scope", reason="the extension _scope was not built"
         )
-    done = subprocess.run(
-        [sys.executable, *options, "-c", _AT_EXIT.format(without_extension=without_extension)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=Path(__file__).parents[2],
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    done = python(*options, "-c", _AT_EXIT.format(without_extension=without_extension))
+    assert done.stderr == ""
     assert done.stdout.split("\n")[:2] == ["atexit True", "del True"]
 
 

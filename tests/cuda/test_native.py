@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
-import subprocess
 import sys
 import threading
 import weakref
@@ -23,6 +21,7 @@ from dask_devctx.driver import backends
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DriverError
 from tests.addressed import addressed
+from tests.python import python
 
 native = pytest.importorskip("dask_devctx.driver._scope", reason="the extension was not built")
 
@@ -237,11 +236,4 @@ def test_the_tests_of_scopes_pass_without_the_extension() -> None:
         "assert not hasattr(sys.modules['dask_devctx.cuda.scope'].ScopeBase, '__enter__')\n"
         "sys.exit(code)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        cwd=here.parents[1],
-        env=os.environ | {driver.SIMULATED_DEVICES_VARIABLE: "4"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    python("-c", program, env={driver.SIMULATED_DEVICES_VARIABLE: "4"}, timeout=None)

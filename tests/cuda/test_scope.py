@@ -9,8 +9,6 @@ import copy
 import logging
 import os
 import pickle
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -22,6 +20,7 @@ from dask_devctx.cuda.scope import NothingCurrent, Restored, open_scopes
 from dask_devctx.driver.backends import Backend
 from dask_devctx.errors import DeviceScopeError, DriverError
 from tests.conftest import Replacing
+from tests.python import python
 
 FAILED = CUresult.CUDA_ERROR_UNKNOWN
 
@@ -325,8 +324,7 @@ def test_a_scope_without_a_device_starts_no_driver() -> None:
         "with NothingCurrent(): pass\n"
         "assert driver.current_backend() is None"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    python("-c", program)
 
 
 @pytest.mark.parametrize("scope", [NothingCurrent, Restored])

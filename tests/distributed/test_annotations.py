@@ -24,6 +24,7 @@ from dask_devctx import Device, DeviceFailedError, DeviceNotFoundError, DevicePl
 from dask_devctx.graph.keep import Optimizer, keep_annotations
 from dask_devctx.graph.optimize import optimize_array, optimize_bag, optimize_delayed
 from tests.distributed.devices import here, started, with_plugin, workers_of
+from tests.python import python
 
 da = pytest.importorskip("dask.array")
 
@@ -218,7 +219,7 @@ with ThreadPoolExecutor(8) as pool:
 
 
 def test_nannies_that_start_at_once_can_all_send_the_configuration() -> None:
-    subprocess.run([sys.executable, "-c", _PICKLED_BY_MANY_THREADS], check=True, timeout=30)
+    python("-c", _PICKLED_BY_MANY_THREADS, timeout=30)
 
 
 _LONELY_SCHEDULER = """

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import re
-import subprocess
-import sys
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ import yaml
 
 from dask_devctx import DevicePlugin, LocalDeviceCluster, config
 from dask_devctx.config.options import OPTION_NAMES
+from tests.python import python
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -167,13 +165,7 @@ def test_variables_and_files_work(tmp_path: Path) -> None:
         f"found = {{key: config.get(key) for key in {[*given]!r}}}\n"
         "print(json.dumps([found, DevicePlugin().options.tasks_per_device]))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "DASK_CONFIG": str(tmp_path), **variables},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    done = python("-c", code, env={"DASK_CONFIG": str(tmp_path), **variables})
     assert json.loads(done.stdout) == [{key: value for key, (_, value) in given.items()}, 5]
 
 

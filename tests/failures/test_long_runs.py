@@ -6,26 +6,18 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.python import ROOT, python
+
 pytestmark = pytest.mark.long
-ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.parametrize("workers", ["1", "2", "4"])
 def test_soak(workers: str) -> None:
     few = ("--tasks", "100", "--batch", "50", "--seed", "199", "--guilty", "1", "--faults", "10")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.soak", *few, "--workers", workers],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
+    done = python("-m", "tests.soak", *few, "--workers", workers)
     assert re.search(r"seed 199: 10\d tasks", done.stdout)
     assert re.search(r"  guilty +\d found\n", done.stdout)
     assert "every result right, nothing lost" in done.stdout

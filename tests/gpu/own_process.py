@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.python import python
 
 
 def answer_of(module: str, *arguments: str, **variables: str) -> Any:
@@ -24,25 +20,9 @@ def answer_of(module: str, *arguments: str, **variables: str) -> Any:
 
 def output_of(module: str, *arguments: str, **variables: str) -> str:
     """Run a module of the tests, which ends well; return what it prints."""
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name != "DASK_DEVCTX__SIMULATED_DEVICES"
-    }
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as locks:  # other tests use the GPUs at the same time
-        environment["DASK_DEVCTX__LOCK_DIRECTORY"] = locks
-        done = subprocess.run(
-            [sys.executable, "-m", module, *arguments],
-            cwd=ROOT,
-            env=environment | variables,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-6000:]}"
-    return done.stdout
+        own = {"DASK_DEVCTX__SIMULATED_DEVICES": None, "DASK_DEVCTX__LOCK_DIRECTORY": locks}
+        return python("-m", module, *arguments, env={**own, **variables}, timeout=300).stdout
 
 
 def first_device(dask_worker: Any) -> int | None:

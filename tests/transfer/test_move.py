@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,6 +21,7 @@ from dask_devctx.transfer import (
 )
 from dask_devctx.transfer.location import memories
 from dask_devctx.transfer.traffic import connect
+from tests.python import python
 
 NOT_READY = cuda.CUresult.CUDA_ERROR_NOT_READY
 
@@ -261,5 +260,5 @@ def test_plain_values_touch_neither_the_driver_nor_a_library():
         "print(*(m for m in ('numpy', 'cupy', 'torch', 'numba', 'jax', 'distributed')"
         " if m in sys.modules))\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = python("-c", script)
     assert (done.stdout.strip(), done.stderr) == ("", "")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -16,6 +14,7 @@ from dask_devctx import Device, DeviceNotFoundError
 from dask_devctx.driver.simulated import SimulatedMachine
 from tests.distributed.commands import Command, dask_command
 from tests.distributed.devices import workers_of
+from tests.python import python
 
 WORKER = ("worker", "--no-dashboard", "--nthreads", "4", "--preload", "dask_devctx")
 
@@ -49,7 +48,7 @@ def test_importing_the_package_imports_no_dask() -> None:
         "import sys, dask_devctx; assert not {'dask', 'distributed'} & sys.modules.keys();"
         "dask_devctx.dask_setup; assert 'distributed' in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", source], check=True)
+    python("-c", source)
 
 
 def test_several_hosts(address: str) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ from distributed.utils_test import async_poll_for
 
 from dask_devctx import Device, LocalDeviceCluster
 from tests.distributed.devices import started, with_plugin
+from tests.python import python
 
 
 def test_a_cluster() -> None:
@@ -59,9 +58,7 @@ if __name__ == "__main__":
 
 def test_a_workers_warnings_are_shown_and_kept() -> None:
     """Python shows a warning on stderr only as long as its logger has no handler."""
-    done = subprocess.run(
-        [sys.executable, "-c", _WARNS], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = python("-c", _WARNS)
     assert "look here" in done.stdout
     (shown,) = [line for line in done.stderr.splitlines() if "look here" in line]
     assert re.fullmatch(r"[-0-9:, ]{23} - dask_devctx\.worker - WARNING - look here", shown)
@@ -118,10 +115,7 @@ SLOW = ("still alive after", "Aborting reschedule")
     ("how", "where"), [("close", "threads"), ("close", "processes"), ("end", "threads")]
 )
 def test_it_says_a_line_for_each_task_that_ran(how: str, where: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, how, where], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
+    done = python("-c", _SCRIPT, how, where)
     lines = done.stderr.partition("---")[2].splitlines()[1:]
     lines = [line for line in lines if not any(text in line for text in SLOW)]
     assert len(lines) <= MOST, lines

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ from dask_devctx import Device, DevicePlugin, device_of
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.simulated_array import SimulatedArray
 from tests.distributed.devices import current_context, here, on_cluster, with_plugin
+from tests.python import python
 
 packed: list[int | None] = []
 
@@ -144,8 +142,6 @@ def test_other_workers_ask_for_as_much_as_dask_is_configured_to(configured: str,
 # -- tensors, as distributed's own code and ours look at them
 
 
-ROOT = Path(__file__).parents[3]
-
 TORCH = """
 import numpy
 from types import SimpleNamespace
@@ -241,12 +237,5 @@ there_and_back(unfinished, "dask")
 @pytest.mark.parametrize("first", ["registered", "unpacked", "sent"])
 def test_tensors_on_devices_are_sent(first: str, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text(TORCH)
-    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)]
-    done = subprocess.run(
-        [sys.executable, "-c", CHECK, first],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{CHECK}"
+    python("-c", program, first)
