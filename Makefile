@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 EXTRAS := test,demo,lint,docs$(shell command -v nvidia-smi >/dev/null 2>&1 && echo ,gpu)
 TEST_ARGS ?= --numprocesses 2 --dist loadfile
 
-.PHONY: ready demo gallery test test-long soak upstream audit lint docs dist-check format clean
+.PHONY: ready demo gallery test test-long soak upstream audit lint docs kernel dist-check format clean
 
 # The virtual environment alone.
 ready: $(VENV)/ready
@@ -48,6 +48,15 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The kernel as PTX, after its source has changed. It needs nvcc; PTX of this version and target runs
+# with each driver since CUDA 11.7, on each GPU since Volta.
+kernel:
+	mkdir -p build
+	nvcc -ptx -O3 -arch=compute_75 csrc/copy_boxes.cu -o build/copy_boxes.ptx
+	(echo "// From csrc/copy_boxes.cu: $$(sha256sum < csrc/copy_boxes.cu | cut -c1-64)"; echo; \
+	sed -n -e 's/^\.version .*/.version 7.7/' -e 's/^\.target .*/.target sm_70/' \
+		-e '/^\.version/,$$p' build/copy_boxes.ptx) > dask_devctx/driver/copy_boxes.ptx
 
 # The documentation site, into build/site; a warning is an error. It works offline.
 docs: $(VENV)/ready

@@ -9,6 +9,8 @@ import resource
 import signal
 import sys
 from array import array
+from hashlib import sha256
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -113,6 +115,13 @@ def test_many_boxes_in_a_few_launches(calls, unit):
     for pointer in (source, target):
         calls.work.free(pointer)
     calls.work.stream_destroy(stream)
+
+
+def test_the_kernel_is_of_its_source():
+    source = Path(__file__).parents[2] / "csrc" / "copy_boxes.cu"
+    code = files("dask_devctx.driver").joinpath("copy_boxes.ptx").read_text()
+    assert sha256(source.read_bytes()).hexdigest() in code, "make kernel"
+    assert f"BOXES = {MOST};" in source.read_text()
 
 
 def test_a_pitch_less_than_a_row_is_refused(calls, pointer, stream):
