@@ -46,11 +46,6 @@ class Request(NamedTuple):
         """The one device that it asks for, as an argument for ``Device``; "auto" for any."""
         return self.names[0] if self.names else AUTO
 
-    @property
-    def any_device(self) -> bool:
-        """Whether the worker chooses the devices."""
-        return not self.names and self.number is not None
-
     def __str__(self) -> str:
         devices = f"devices={list(self.names)!r}" if self.names else f"devices={self.number or ALL}"
         share = "" if self.share is None else f", {SHARE}={self.share:g}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 from dask_devctx.errors import DeviceNotFoundError
@@ -74,8 +74,8 @@ class Name(NamedTuple):
     """A device's name after reading; it does not depend on the machine."""
 
     kind: Literal["ordinal", "uuid", "pci", "current", "unknown"]
-    # The ordinal; the UUID or a prefix of it in lower case, as `uuid_names` yields it; the PCI bus
-    # id; for an unknown name, the reason why it names no device.
+    # The ordinal; the UUID or a prefix of it in lower case; the PCI bus id; for an unknown name,
+    # the reason why it names no device.
     value: int | str = ""
 
 
@@ -141,14 +141,6 @@ def among(name: Name, inventory: Inventory) -> tuple[DeviceInfo, ...]:
     if kind == "pci":
         return tuple(info for info in devices if info.pci_bus_id == value)[:1]
     return ()
-
-
-def uuid_names(uuid: str) -> Iterator[str]:
-    """Yield each value of a :class:`Name` of kind ``"uuid"`` that matches this UUID."""
-    uuid = uuid.lower()
-    yield uuid[len("GPU-") :]
-    for end in range(len("GPU-") + 1, len(uuid) + 1):
-        yield uuid[:end]
 
 
 def not_found(which: object, inventory: Inventory, hint: str = "") -> DeviceNotFoundError:

@@ -20,34 +20,18 @@ P = ParamSpec("P")
 S = TypeVar("S", bound=Scope)
 T = TypeVar("T")
 
-_NOTHING: Any = object()
-
 
 _Scope = AbstractContextManager[Any]
 
 
 def call(scope: _Scope, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Return ``fn(*args, **kwargs)``, run inside the scope, for any kind of function."""
-    result, entered = _NOTHING, scope
+    entered = scope
     if isinstance(scope, Synchronized):
         entered, fn, args = scope._scope, scope._then_wait, (fn, *args)
-    try:
-        with entered:
-            result = fn(*args, **kwargs)
-    except DevctxError as error:
-        _keep_result(error, result)
-        raise
+    with entered:
+        result = fn(*args, **kwargs)
     return within(scope, result)
-
-
-def _keep_result(error: DevctxError, result: Any) -> None:
-    """Attach the function's result to an error of leaving the scope, which would hide it."""
-    if result is not _NOTHING:
-        error.result = result  # type: ignore[attr-defined]
-        error.add_note(
-            f"The function had returned a {type(result).__name__}: it is this error's attribute "
-            "'result'"
-        )
 
 
 # The results of functions that have still to run: coroutines and generators.
@@ -89,21 +73,14 @@ def drive(scope: _Scope, inner: Any) -> Generator[Any, Any, Any]:
     # returns its result.
     step: Callable[[Any], Any] = inner.send
     argument: Any = None
-    result = _NOTHING
     while True:
-        try:
-            with scope:
-                try:
-                    yielded = step(argument)
-                except StopIteration as stop:  # a return: it must not hide a failing restore
-                    result = stop.value
-                finally:
-                    argument = None  # an exception's traceback refers to this frame: avoid a cycle
-        except DevctxError as error:
-            _keep_result(error, result)
-            raise
-        if result is not _NOTHING:
-            return result
+        with scope:
+            try:
+                yielded = step(argument)
+            except StopIteration as stop:
+                return stop.value  # of the function; a failing restore is raised in its place
+            finally:
+                argument = None  # an exception's traceback refers to this frame: avoid a cycle
         try:
             step, argument = inner.send, (yield yielded)
         except BaseException as error:
@@ -199,9 +176,7 @@ class RunningScope(Scope):
         Notes
         -----
         A coroutine or generator function gives a coroutine or generator, which enters the scope at
-        each resume and leaves it at each suspend, as with :func:`~dask_devctx.on_device`. If the
-        previous context cannot be restored, the error carries the function's result in its
-        attribute ``result``.
+        each resume and leaves it at each suspend, as with :func:`~dask_devctx.on_device`.
         """
         result: T = call(self, fn, *args, **kwargs)
         return result

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from logging.handlers import QueueHandler
 from typing import TYPE_CHECKING, Any, Final
 
 from dask_devctx.errors import UnsupportedDaskError
@@ -21,17 +22,26 @@ if TYPE_CHECKING:
     from distributed import Scheduler, Worker
 
 
-class _ShownAsDasks(logging.Handler):
-    """Shows lines as dask shows its own, unless logging is set up for this package."""
+class _AsDasks(QueueHandler):
+    """Hands lines to the handlers of dask's own, with their errors as text.
 
-    def emit(self, record: logging.LogRecord) -> None:
+    ``client.get_worker_logs()`` has them. They are shown as dask's are, unless logging is set up
+    for this package. The frames of an error have values, which would stay as long as the line.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(None)  # type: ignore[arg-type]  # handlers are in the place of a queue
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        for kept in logging.getLogger("distributed.worker").handlers:
+            kept.handle(record)
         package = logging.getLogger("dask_devctx")
         others = [one for one in package.handlers if isinstance(one, logging.StreamHandler)]
         if not others and not logging.getLogger().handlers:
             logging.getLogger("distributed").callHandlers(record)
 
 
-logging.getLogger("dask_devctx").addHandler(_ShownAsDasks())
+logging.getLogger("dask_devctx").addHandler(_AsDasks())
 
 # Where names are, by a module and maybe a class in it: each is a path from there, of attributes,
 # [keys], and () for a call.
@@ -95,7 +105,7 @@ NAMES, OF_A_DASHBOARD = (
 ON_A_WORKER, ON_A_SCHEDULER = (
     tuple(names.split())
     for names in (
-        "_deque_handler _pending_plugins executors[default] executors[offload] "
+        "_pending_plugins executors[default] executors[offload] "
         "handlers[actor_attribute] handlers[actor_execute] handlers[get_data] handlers[run] "
         "handlers[run_coroutine] memory_manager.data memory_manager.memory_limit metrics nanny "
         "periodic_callbacks[heartbeat] state.actors state.data state.transfer_message_bytes_limit "

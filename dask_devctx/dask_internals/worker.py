@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, MutableMapping
 from contextlib import contextmanager
-from logging.handlers import QueueHandler
 from typing import Any
 
 from distributed import Worker, WorkerPlugin
@@ -82,27 +80,6 @@ def told_after(worker: Worker, op: str, call: Callable[..., object]) -> Iterator
 
     with replaced(worker.stream_handlers, op, handled):
         yield
-
-
-@contextmanager
-def own_logs(worker: Worker, logger: logging.Logger) -> Iterator[None]:
-    """While it is open, ``client.get_worker_logs()`` has the lines of another logger, too."""
-    handler = _AsText(worker._deque_handler)
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-
-
-class _AsText(QueueHandler):
-    """Hands lines to a handler that keeps them, with their errors as text.
-
-    The frames of an error have values, which would stay as long as the line.
-    """
-
-    def enqueue(self, record: logging.LogRecord) -> None:
-        self.queue.handle(record)  # type: ignore[attr-defined]  # a handler is in its place
 
 
 # -- actors

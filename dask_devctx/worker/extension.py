@@ -18,7 +18,7 @@ from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.dask_internals import check_worker
 from dask_devctx.dask_internals.connections import unpickled_later
 from dask_devctx.dask_internals.shuffles import rechunking
-from dask_devctx.dask_internals.worker import metric, own_logs
+from dask_devctx.dask_internals.worker import metric
 from dask_devctx.errors import counted
 from dask_devctx.worker.actors import DeviceActors
 from dask_devctx.worker.allocators import allocating
@@ -70,7 +70,6 @@ class DeviceExtension:
         self.limits: dict[Device, int] = {}
         check_worker(worker)
         with ExitStack() as steps:  # each step is undone at the end, and when a later one fails
-            steps.enter_context(own_logs(worker, logging.getLogger("dask_devctx")))
             history, interval_s = 0, None
             try:
                 history = remembered_tasks()

@@ -22,7 +22,6 @@ import pytest
 import dask_devctx
 from dask_devctx import DevicePlugin, DeviceRouting, UnsupportedDaskError, dask_internals
 from dask_devctx.dask_internals import ON_A_SCHEDULER, ON_A_WORKER
-from dask_devctx.dask_internals import worker as of_workers
 from tests.distributed.changes import changes_of
 from tests.distributed.devices import on_cluster
 
@@ -198,9 +197,8 @@ def _fails() -> weakref.ref[_Value]:
 
 @on_cluster(1)
 async def test_a_workers_log_keeps_lines_and_no_values(client: Any, worker: Any) -> None:
-    logger = logging.getLogger("dask_devctx")
-    with pytest.MonkeyPatch.context() as patch, of_workers.own_logs(worker, logger):
-        patch.setattr(logger, "propagate", False)  # pytest keeps the lines, too
+    with pytest.MonkeyPatch.context() as patch:  # pytest keeps the lines, too
+        patch.setattr(logging.getLogger("dask_devctx"), "propagate", False)
         assert _fails()() is None
     logs = await client.get_worker_logs()
     (line,) = [line for _, line in logs[worker.address] if "dask_devctx.test" in line]

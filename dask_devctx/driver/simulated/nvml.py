@@ -42,12 +42,6 @@ class SimulatedNvml:
         if self.error:
             raise pynvml.NVMLError(self.error)
 
-    def nvmlSystemGetDriverVersion(self) -> str:
-        return "580.0.simulated"
-
-    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
-        return 13000
-
     def nvmlDeviceGetCount(self) -> int:
         self.nvmlInit()
         return len(self._gpus)
