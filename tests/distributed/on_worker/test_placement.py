@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
+import dask
 import pytest
+from distributed import wait
+from distributed.utils_test import async_poll_for
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_devctx import Device, devices, report
-from dask_devctx.annotations import requested_device
+from dask_devctx import Device, SimulatedArray, report, task_devices
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.worker.placement.admission import WHOLE, Admission, Claim, share_units
-from dask_devctx.worker.placement.placement import Placement
 from dask_devctx.worker.placement.policy import (
     FULL_NBYTES,
     LINK_BYTES_PER_S,
@@ -25,37 +28,9 @@ from dask_devctx.worker.placement.policy import (
 from tests.distributed.devices import here, with_plugin
 
 
-class Keyed(Placement):
-    """A placement of tasks by key."""
-
-    def __init__(self, of: Sequence[Device], per_device: int, policy: Any) -> None:
-        self.admission = Admission(of, per_device)
-        super().__init__(self.admission, policy)
-        self.placed: dict[object, Claim] = {}
-
-    def put(self, key: object, prefix: str, wanted: object, inputs: Any = ()) -> Device:
-        (device,) = self.place(requested_device({"device": wanted}, key, "assign"), inputs)  # type: ignore[arg-type]
-        self.drop_task(key)
-        claim = self.placed[key] = Claim(key, (device,), 1)  # type: ignore[arg-type]
-        claim.prefix = prefix
-        self.add(claim)
-        return device
-
-    def drop_task(self, key: object, seconds: float | None = None) -> Device | None:
-        claim = self.placed.pop(key, None)
-        if claim is None:
-            return None
-        self.remove(claim, seconds)
-        return claim.devices[0]
-
-
 def candidate(device: int = 0, **kwargs: Any) -> Candidate:
     defaults = {"queued": 0, "busy_s": 0.0, "move_nbytes": 0, "since": 0}
     return Candidate(Device(device), **{**defaults, **kwargs})
-
-
-def first(candidates: Sequence[Candidate]) -> Candidate:
-    return candidates[0]
 
 
 @pytest.mark.parametrize(
@@ -97,77 +72,95 @@ def test_start_soonest(better: dict[str, Any], worse: dict[str, Any]) -> None:
     assert start_soonest([bad, good]) is good
 
 
-class Found(NamedTuple):
-    """Where a value is."""
-
-    nbytes: Mapping[Device, int]
-    copies: Collection[Device] = ()
+@with_plugin()
+async def test_idle_devices_take_turns(client: Any) -> None:
+    assert [await client.submit(here, turn) for turn in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
-@pytest.fixture
-def make() -> Callable[..., Keyed]:
-    def make(per: int = 1, policy: Any = start_soonest) -> Keyed:
-        return Keyed(devices(), per, policy)
-
-    return make
-
-
-def test_round_robin_on_ties(make: Callable[..., Keyed]) -> None:
-    placement = make()
-    placed = []
-    for turn in range(8):  # each is done before the next one comes
-        placed.append(placement.put(turn, "f", "auto").device_id)
-        placement.drop_task(turn)
-    assert placed == [0, 1, 2, 3, 0, 1, 2, 3]
-
-
-def test_durations_by_prefix(make: Callable[..., Keyed]) -> None:
-    placement = make()
-    for prefix, seconds in (("long", 10.0), ("short", 0.1)):
-        placement.put(prefix, prefix, 0)
-        placement.drop_task(prefix, seconds)
-    first = placement.put("a", "long", 0)
-    for key in ("b", "c", "d"):
-        for device in (1, 2, 3):
-            placement.put((key, device), "short", device)
-    # Nine short ones queue elsewhere, three a device, and still end before the long one.
-    assert placement.put("next", "short", "auto") is not first
-
-
-def test_inputs_draw_a_task_to_them(make: Callable[..., Keyed]) -> None:
-    placement = make()
-    inputs = [Found({Device(2): nbytes}) for nbytes in (10**9, 10**6)]
-    assert placement.put("x", "f", "auto", inputs) is Device(2)
-    assert placement.put("y", "f", "auto", []) is not Device(2)
-
-
-def test_full_devices_come_last(make: Callable[..., Keyed], machine: SimulatedMachine) -> None:
+@with_plugin()
+async def test_full_devices_come_last(client: Any, machine: SimulatedMachine) -> None:
     for gpu in machine.gpus[:3]:
         gpu.used_memory = gpu.total_memory - 2**20
-    placement = make()
-    assert {placement.put(key, "f", "auto") for key in range(4)} == {Device(3)}
+    assert await client.gather(client.map(here, range(4))) == [3] * 4
 
 
-def test_a_policy_of_ones_own(make: Callable[..., Keyed]) -> None:
-    given: list[Sequence[Candidate]] = []
+gate = threading.Event()
 
-    def last(candidates: Sequence[Candidate]) -> Candidate:
-        given.append(candidates)
-        return candidates[-1]
 
-    placement = make(policy=last)
-    assert {placement.put(key, "f", "auto") for key in range(3)} == {Device(3)}
-    assert [c.queued for c in given[-1]] == [0, 0, 0, 2]
-    assert all(c.free_nbytes for c in given[-1])
+def behind_the_gate(*_: object) -> int | None:
+    gate.wait(20)
+    return here()
+
+
+@with_plugin(32)
+async def test_durations_are_known_by_prefix(client: Any, worker: Any) -> None:
+    gate.clear()
+    with dask.annotate(device=0):
+        await client.submit(time.sleep, 0.5, key="long-0")
+        running = [client.submit(behind_the_gate, key="long-1")]
+    with dask.annotate(device=1):
+        await client.submit(time.sleep, 0.01, key="short-0")
+    for device in (1, 2, 3):
+        with dask.annotate(device=device):
+            running += [client.submit(behind_the_gate, key=f"short-{device}-{n}") for n in range(3)]
+    await async_poll_for(lambda: worker.state.executing_count == 10, timeout=10)
+    # Nine short ones queue elsewhere, three a device, and still end before the long one.
+    last = client.submit(behind_the_gate, key="short-last")
+    await async_poll_for(lambda: worker.state.executing_count == 11, timeout=10)
+    gate.set()
+    assert await last != 0
+    await client.gather(running)
+
+
+# -- policies of one's own
+
+given_to_policy: list[Sequence[Candidate]] = []
 
 
 def _last(candidates: Sequence[Candidate]) -> Candidate:
+    given_to_policy.append(candidates)
     return candidates[-1]
 
 
-@with_plugin(policy=_last)
-async def test_a_policy_travels_to_the_worker(client: Any) -> None:
+def array(nbytes: int) -> SimulatedArray:
+    return SimulatedArray(nbytes, "u1")
+
+
+def spread() -> list[SimulatedArray]:
+    made = []
+    for nbytes, device in enumerate(task_devices(), start=1):
+        with device:
+            made.append(array(nbytes))
+    return made
+
+
+@with_plugin(32, policy=_last, tasks_per_device=2)
+async def test_a_policy_is_given_what_each_device_has_and_lacks(client: Any, worker: Any) -> None:
+    """Values on two devices, one spread over both, one on the host; one has a copy."""
     assert await client.gather(client.map(here, range(5))) == [3] * 5
+    with dask.annotate(device=0):
+        values = [client.submit(array, 10)]
+    with dask.annotate(device=1):
+        values += client.map(array, [20, 5])
+    with dask.annotate(devices=[0, 1]):
+        values.append(client.submit(spread))
+    with dask.annotate(device=2):
+        await client.submit(type, values[1])  # which leaves a copy there
+    values.append(client.submit(int, 3))
+    await wait(values)
+    gate.clear()
+    with dask.annotate(device=1):
+        running = client.map(behind_the_gate, range(2))
+    await async_poll_for(lambda: worker.state.executing_count == 2, timeout=10)
+    assert await client.submit(here, *values) == 3
+    gate.set()
+    await client.gather(running)
+    seen = given_to_policy[-1]
+    assert [c.move_nbytes for c in seen] == [27, 11, 18, 38]
+    assert [c.moves for c in seen] == [3, 2, 3, 4]
+    assert [c.waits for c in seen] == [False, True, False, False]
+    assert [c.queued for c in seen] == [0, 2, 0, 0]
+    assert all(c.free_nbytes for c in seen)
 
 
 def _misspelled(candidates: Sequence[Candidate]) -> Candidate:
@@ -190,42 +183,14 @@ async def test_the_line_of_a_policy_that_raises_is_shown(client: Any) -> None:
     )
 
 
-def test_inputs_are_counted_where_they_are(make: Callable[..., Keyed]) -> None:
-    """Values on two devices, one spread over both, one on the host; one has a copy."""
-    seen: list[Candidate] = []
-
-    def policy(candidates: Sequence[Candidate]) -> Candidate:
-        seen[:] = candidates
-        return candidates[0]
-
-    zero, one, two = devices()[:3]
-    values = [
-        Found({zero: 10}),
-        Found({one: 20}, [two]),
-        Found({one: 5}),
-        Found({zero: 1, one: 2}),
-        Found({}),
-    ]
-    placement = make(per=2, policy=policy)
-    for key in range(2):
-        placement.put(key, "x", 1)
-    placement.put("x", "x", "auto", values)
-    assert [c.move_nbytes for c in seen] == [27, 11, 18, 38]
-    assert [c.moves for c in seen] == [3, 2, 3, 4]
-    assert [c.waits for c in seen] == [False, True, False, False]
+def _nothing(candidates: Sequence[Candidate]) -> Any:
+    return None
 
 
-def test_a_broken_policy_is_named() -> None:
-    def broken(candidates: Sequence[Candidate]) -> Candidate:
-        raise KeyError("gpu")
-
-    with pytest.raises(KeyError) as raised:
-        Keyed(devices(), 1, broken).put("x", "x", "auto")
-    assert "placement policy" in raised.value.__notes__[0]
-    assert "broken" in raised.value.__notes__[0]
-    for answer in (None, Device(1)):
-        with pytest.raises(TypeError, match="must return one of the candidates"):
-            Keyed(devices(), 1, lambda _, answer=answer: answer).put("x", "x", "auto")
+@with_plugin(policy=_nothing)
+async def test_a_policy_that_chooses_nothing_is_named(client: Any) -> None:
+    with pytest.raises(TypeError, match=r"_nothing.* must return one of the candidates"):
+        await client.submit(here)
 
 
 # -- which waiting task may start

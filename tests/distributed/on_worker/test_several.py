@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import dask
@@ -39,43 +38,60 @@ def mine(*_: object) -> tuple[int, ...]:
     return tuple(device.device_id for device in devices)
 
 
-class Running:
+LIMIT = int(0.8 * 16 * GIB)
+
+
+class Used:
+    """The shares and bytes of each device that tasks have now; a task that finds too much fails."""
+
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.now: dict[int, int] = {}
-        self.most: dict[int, int] = {}
-
-    @contextmanager
-    def counted(self, weight: int = 1) -> Iterator[None]:
-        devices = mine()
-        with self.lock:
-            for one in devices:
-                self.now[one] = self.now.get(one, 0) + weight
-                self.most[one] = max(self.most.get(one, 0), self.now[one])
-        try:
-            yield
-        finally:
-            with self.lock:
-                for one in devices:
-                    self.now[one] -= weight
+        self.shares: Counter[int] = Counter()
+        self.nbytes: Counter[int] = Counter()
+        self.most_nbytes = 0
 
 
-class Seen:
-    running = Running()
-    go_on = threading.Event()
+used = Used()
+
+
+def uses(
+    number: int,
+    devices: int,
+    share: float,
+    nbytes: int = 0,
+    seconds: float = 0.02,
+    fails: bool = False,
+) -> int:
+    had = mine()
+    assert len(set(had)) == devices
+    with used.lock:
+        for one in had:
+            used.shares[one] += int(share * 1000)
+            used.nbytes[one] += nbytes
+        used.most_nbytes = max(used.most_nbytes, *used.nbytes.values())
+        assert max(used.shares.values()) <= 1000, used.shares
+        assert used.most_nbytes <= LIMIT, used.nbytes
+    try:
+        time.sleep(seconds)
+        if fails:
+            raise KeyError(number)
+        return number
+    finally:
+        with used.lock:
+            for one in had:
+                used.shares[one] -= int(share * 1000)
+                used.nbytes[one] -= nbytes
+
+
+go_on = threading.Event()
 
 
 @pytest.fixture(autouse=True)
-def seen() -> Iterator[Running]:
-    Seen.running, Seen.go_on = Running(), threading.Event()
-    yield Seen.running
-    Seen.go_on.set()
-
-
-def busy(seconds: float = 0.02, weight: int = 1) -> tuple[int, ...]:
-    with Seen.running.counted(weight):
-        time.sleep(seconds)
-        return mine()
+def nobody_waits() -> Iterator[None]:
+    go_on.clear()
+    used.most_nbytes = 0
+    yield
+    go_on.set()
 
 
 async def nothing_held(worker: Any) -> None:
@@ -89,9 +105,7 @@ async def nothing_held(worker: Any) -> None:
 @with_plugin()
 async def test_a_number_of_devices(client: Any, worker: Any) -> None:
     with dask.annotate(devices=2):
-        found = await client.gather(client.map(busy, [0.02] * 8, pure=False))
-    assert all(len(set(devices)) == 2 for devices in found)
-    assert set(Seen.running.most.values()) == {1}
+        await client.gather(client.map(uses, range(8), devices=2, share=1.0, pure=False))
     with dask.annotate(devices="all"):
         assert await client.submit(mine, key="all") == (0, 1, 2, 3)
     with dask.annotate(devices=lambda key: 3):
@@ -167,8 +181,9 @@ async def test_a_task_without_a_device_has_none(client: Any) -> None:
 @with_plugin()
 async def test_a_reservation(client: Any) -> None:
     with dask.annotate(device=0, device_memory="6 GiB"):
-        await client.gather(client.map(busy, [0.03] * 6, [6] * 6, pure=False))
-    assert Seen.running.most == {0: 12}  # of 12.8 GiB
+        six = {"devices": 1, "share": 0.1, "nbytes": 6 * GIB}
+        await client.gather(client.map(uses, range(6), **six, pure=False))
+    assert used.most_nbytes == 12 * GIB  # of 12.8
     with dask.annotate(device_memory="17 GiB"), pytest.raises(DevctxError, match=r"17\.0 GiB"):
         await client.submit(mine)
 
@@ -203,14 +218,15 @@ async def test_values_leave_a_device_for_a_reservation(client: Any, worker: Any)
 # -- the end of a claim
 
 
-def leaves() -> tuple[int, ...]:
-    secede()
-    Seen.go_on.wait(20)
+def hold() -> tuple[int, ...]:
+    go_on.wait(20)
     return mine()
 
 
-def waits() -> None:
-    Seen.go_on.wait(20)
+def leaves() -> tuple[int, ...]:
+    secede()
+    go_on.wait(20)
+    return mine()
 
 
 @with_plugin()
@@ -222,14 +238,14 @@ async def test_failures_cancellation_and_secession_give_back(client: Any, worker
         failed = client.submit(fails)
         left = client.submit(leaves)
         assert isinstance(await failed.exception(), KeyError)
-        running = client.submit(waits)
+        running = client.submit(hold, pure=False)
         waiting = client.submit(mine, key="waiting")
         after = client.submit(mine, key="after")
     await asyncio.sleep(0.1)
     assert waiting.status == after.status == "pending"
     await waiting.cancel()
     await asyncio.sleep(0.05)
-    Seen.go_on.set()
+    go_on.set()
     assert await after == (0, 1, 2, 3)
     assert await left == (0, 1, 2, 3)
     await running
@@ -237,42 +253,6 @@ async def test_failures_cancellation_and_secession_give_back(client: Any, worker
 
 
 # -- many at once
-
-
-class Used:
-    """The shares and bytes of each device that tasks have now; a task that finds too much fails."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.shares: Counter[int] = Counter()
-        self.nbytes: Counter[int] = Counter()
-
-
-used = Used()
-
-
-def uses(number: int, devices: int, share: float, nbytes: int, seconds: float, fails: bool) -> int:
-    had = mine()
-    assert len(set(had)) == devices
-    with used.lock:
-        for one in had:
-            used.shares[one] += int(share * 1000)
-            used.nbytes[one] += nbytes
-        assert max(used.shares.values()) <= 1000, used.shares
-        assert max(used.nbytes.values()) <= LIMIT, used.nbytes
-    try:
-        time.sleep(seconds)
-        if fails:
-            raise KeyError(number)
-        return number
-    finally:
-        with used.lock:
-            for one in had:
-                used.shares[one] -= int(share * 1000)
-                used.nbytes[one] -= nbytes
-
-
-LIMIT = int(0.8 * 16 * GIB)
 
 
 @with_plugin(64, tasks_per_device=2)
@@ -422,13 +402,8 @@ async def test_the_plugins_end_lets_those_that_wait_run(client: Any, worker: Any
         admission = worker.plugins["devctx"].extension.admission
         await async_poll_for(lambda: admission.waiting_for(Device(0)), timeout=10)
         await client.unregister_worker_plugin("devctx")
-        Seen.go_on.set()
+        go_on.set()
         assert await first == await second == (0, 1, 2, 3)
-
-
-def hold() -> tuple[int, ...]:
-    Seen.go_on.wait(20)
-    return mine()
 
 
 @pytest.mark.parametrize("theirs", [{}, {"executor": "theirs"}], ids=["ours", "theirs"])
@@ -442,7 +417,7 @@ async def test_a_worker_closes_while_claims_wait(
         futures = [client.submit(hold, key="first"), client.submit(mine, key="second")]
     admission = worker.plugins["devctx"].extension.admission
     await async_poll_for(lambda: admission.waiting_for(Device(0)), timeout=10)
-    asyncio.get_running_loop().call_later(0.2, Seen.go_on.set)
+    asyncio.get_running_loop().call_later(0.2, go_on.set)
     start = time.monotonic()
     await asyncio.wait_for(worker.close(executor_wait=not theirs), 10)
     assert futures[1].status != "error"
