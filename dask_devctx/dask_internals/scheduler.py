@@ -47,27 +47,6 @@ async def ask(scheduler: Scheduler, address: str, op: str, **content: Any) -> An
     return await getattr(scheduler.rpc(address), op)(**content)
 
 
-# Why a worker closes for good, in the words of distributed: it was scaled down. A worker that
-# closes for another reason, such as a signal or a restart, may come back.
-_CLOSED_FOR_GOOD = frozenset({"nanny-close", "scheduler-close-worker", "worker-close"})
-
-
-def leaves_for_good(topic: str, event: Any) -> str | None:
-    """Return the address of a worker that leaves for good, by an event of distributed's; or None.
-
-    The event comes before the plugins are told that the worker has left.
-    """
-    if not isinstance(event, dict):
-        return None
-    if event.get("action") == "closing-worker":
-        return topic if str(event.get("reason")) in _CLOSED_FOR_GOOD else None
-    # A worker that retires itself at the end of its lifetime may start again.
-    retired = str(event.get("stimulus_id")).startswith("retire-workers-")
-    if topic == "all" and event.get("action") == "remove-worker" and retired:
-        return str(event.get("worker"))
-    return None
-
-
 def resolved(scheduler: Scheduler, address: str) -> str:
     """Return an address as the scheduler writes it."""
     return scheduler.coerce_address(address)  # type: ignore[no-any-return]

@@ -91,26 +91,23 @@ class Cluster:
     left: dict[str, tuple[WorkerDevices, float]] = field(default_factory=dict)
     # The workers that have not announced their devices yet, with the time of joining.
     unheard: dict[str, float] = field(default_factory=dict)
-    leaving: set[str] = field(default_factory=set)  # about to leave for good
     _early: dict[str, WorkerDevices] = field(default_factory=dict)
 
     def join(self, address: str, now: float) -> None:
         """Add a worker that joins; it may have announced its devices before."""
         self.workers.add(address)
-        self.leaving.discard(address)
         self.left.pop(address, None)
         if address in self._early:
             self.present[address] = self._early.pop(address)
         else:
             self.unheard[address] = now
 
-    def leave(self, address: str, now: float, *, may_return: bool = True) -> None:
-        """Remove a worker that leaves."""
+    def leave(self, address: str, now: float) -> None:
+        """Remove a worker that leaves; it may come back."""
         self.workers.discard(address)
-        self.leaving.discard(address)
         self.unheard.pop(address, None)
         devices = self.present.pop(address, None)
-        if devices is not None and may_return:
+        if devices is not None:
             self.left[address] = devices, now
 
     def announce(self, address: str, devices: WorkerDevices) -> None:

@@ -74,8 +74,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     that has this ordinal can run the task. If no worker has the device, the task goes to a worker
     that fails it with :class:`~dask_devctx.errors.DeviceNotFoundError`. But first the task waits
     for ``devctx.missing-device-timeout`` if a worker that had the device has just left and may be
-    restarting, or if a worker has just joined and has not announced its devices yet. A worker that
-    was closed, retired or scaled down does not come back.
+    restarting, or if a worker has just joined and has not announced its devices yet.
 
     The restrictions that a user gave (``workers=``) hold as well. With
     ``allow_other_workers=True`` they are a preference among the workers that have the device.
@@ -180,21 +179,14 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         self._suspects.worker_left(worker)
-        for_good = worker in self._cluster.leaving
-        # The others get the devices that it shared with them; tasks wait for that.
-        shares = self._sharing.left(worker, may_return=not for_good)
-        self._cluster.leave(worker, time(), may_return=shares or not for_good)
+        self._sharing.left(worker, may_return=True)
+        self._cluster.leave(worker, time())
         if worker in self._cluster.left:
             self._look_again_later()
-        if for_good and shares:
-            self.scheduler.loop.add_callback(self._sharing.even_out)
         self.history.left(worker)
         internals.schedule_again(scheduler, self._restricted.review())
 
     def log_event(self, topic: str, msg: Any) -> None:
-        leaving = internals.leaves_for_good(topic, msg)
-        if leaving in self._cluster.workers:
-            self._cluster.leaving.add(leaving)
         if topic == TOPIC and isinstance(msg, Mapping) and _IS_FAILURE.items() <= msg.items():
             failure = Failure(*map(msg.__getitem__, Failure._fields))
             self.history.failed(msg["worker"], failure)  # dask adds the worker

@@ -108,21 +108,17 @@ class Sharing:
             version = await self._apply(shares, but=address)
             return {"uuids": list(shares[process]), "version": version, "holders": {}}
 
-    def left(self, address: str, *, may_return: bool) -> bool:
-        """Note that a worker left; return whether it shared devices with others.
-
-        Its devices are kept if it may return, with another address.
-        """
-        shared = [process for process, claim in self._claims.items() if address in claim.wanted]
-        for process in shared:
-            claim = self._claims[process]
+    def left(self, address: str, *, may_return: bool) -> None:
+        """Note that a worker left; its devices are kept if it may return, with another address."""
+        for process, claim in list(self._claims.items()):
+            if address not in claim.wanted:
+                continue
             if len(claim.wanted) > 1:
                 del claim.wanted[address]
             elif may_return:
                 claim.left_at = time()
             else:
                 del self._claims[process]
-        return bool(shared)
 
     async def even_out(self) -> None:
         """Divide the devices that workers left behind."""

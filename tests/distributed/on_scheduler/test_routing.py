@@ -93,35 +93,6 @@ def test_a_task_whose_device_was_lost_waits(comes_back: bool) -> None:
         assert 0.2 < time.monotonic() - start < 5
 
 
-@pytest.mark.parametrize("how", ["retire", "scale", "close"])
-def test_a_task_whose_worker_was_scaled_away_fails_at_once(how: str) -> None:
-    with started(n_workers=2) as client:
-        cluster: Any = client.cluster
-        leaving, go = holder(cluster, 3), Event("go")
-        blocker = client.submit(go.wait, workers=[holder(cluster, 0).address], pure=False)
-        with dask.annotate(device=3):
-            later = client.submit(lambda _: uuid_here(), blocker, pure=False)
-        if how == "retire":
-            client.retire_workers([leaving.address], close_workers=True)
-        elif how == "scale":
-            cluster.scale(1)
-        else:
-            client.sync(leaving.close)
-        poll_for(lambda: len(cluster.scheduler.workers) == 1, timeout=10)
-        future = run_on(client, 3)
-        go.set()
-        for one in (future, later):
-            error = one.exception(timeout=5)
-            assert isinstance(error, DeviceNotFoundError)
-            assert len(str(error).splitlines()) == 1
-        assert run_on(client, Device(0)).result(timeout=10) == Device(0).uuid
-        if how == "scale":  # the same task runs where its device has come back
-            cluster.scale(2)
-            client.wait_for_workers(2, timeout=20)
-            future.retry()
-            assert future.result(timeout=20) == Device(3).uuid
-
-
 async def join(cluster: LocalCluster, devices: list[int] | None = None) -> Worker:
     """Add a worker, with the cluster's plugin or with one for these devices."""
     worker = await Worker(cluster.scheduler.address, nthreads=1, name="late")

@@ -163,7 +163,16 @@ def test_workers_that_come_and_go_share_evenly() -> None:
             client.register_plugin(DevicePlugin(devices=[1]))
         client.register_plugin(DevicePlugin(shared=True))
         assert who_has(client) == [[0, 1, 2, 3]] * 2
+
+
+def test_the_devices_of_one_that_left_go_to_the_others() -> None:
+    with (
+        dask.config.set({"devctx.missing-device-timeout": "600ms"}),
+        LocalCluster(n_workers=2, **QUIET) as cluster,
+        Client(cluster) as client,
+    ):
         client.register_plugin(DevicePlugin())
+        assert who_has(client) == [[0, 1], [2, 3]]
         cluster.scale(1)
         poll_for(lambda: who_has(client) == [[0, 1, 2, 3]], timeout=60)
 
