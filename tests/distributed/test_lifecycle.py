@@ -232,7 +232,7 @@ async def test_a_second_plugin_by_another_name_is_refused(client: Any, worker: A
         assert await client.submit(here) == 2  # the first one does as before
     await client.unregister_worker_plugin("devctx")
     assert await client.submit(here, pure=False) is None
-    assert DevicePlugin().worker_devices == ()
+    assert (DevicePlugin().worker_devices, DevicePlugin().report()) == ((), None)
 
 
 @pytest.mark.parametrize(("nthreads", "told"), [(4, True), (8, False)])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import dask
@@ -18,6 +20,7 @@ from dask_devctx import (
     SimulatedArray,
     driver,
     report,
+    timeline,
 )
 from dask_devctx.cuda.out_of_memory import is_out_of_memory, requested_nbytes
 from dask_devctx.driver.simulated import SimulatedMachine
@@ -148,9 +151,12 @@ def test_a_device_that_the_user_named_is_kept(client: Client, machine: Simulated
 
 
 @pytest.mark.parametrize("client", [{"oom_retries": 3}], indirect=True)
-def test_as_often_as_the_plugin_says(client: Client) -> None:
+def test_as_often_as_the_plugin_says(client: Client, tmp_path: Path) -> None:
     assert client.submit(run_out_of_memory, 3).result(timeout=20) in range(4)
     assert len(runs) == 4
+    timeline(client, tmp_path / "timeline.json")
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    assert [e["name"] for e in events if e.get("cat") == "incident"] == ["out-of-memory"] * 3
 
 
 @pytest.mark.parametrize("client", [{"oom_retries": 0}], indirect=True)

@@ -50,12 +50,12 @@ _ENDS = [
     pytest.param(1, id="receiver"),
 ]
 _STEPS = [
-    pytest.param(0, "cuMemAlloc", id="staging memory is allocated"),
+    pytest.param(0, "cuMemAlloc", id="staging memory is allocated", marks=pytest.mark.long),
     pytest.param(0, "cuMemcpyAsync", id="the value is staged"),
-    pytest.param(0, "cuStreamSynchronize", id="it is waited for"),
-    pytest.param(1, "cuIpcOpenMemHandle", id="it is opened"),
+    pytest.param(0, "cuStreamSynchronize", id="it is waited for", marks=pytest.mark.long),
+    pytest.param(1, "cuIpcOpenMemHandle", id="it is opened", marks=pytest.mark.long),
     pytest.param(1, "cuMemcpyAsync", id="it is read"),
-    pytest.param(1, "cuStreamSynchronize", id="it is waited for there"),
+    pytest.param(1, "cuStreamSynchronize", id="it is waited for there", marks=pytest.mark.long),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import dask
@@ -165,6 +166,17 @@ async def test_a_device_that_fails_is_an_incident(
     assert (address, row.what, row.uuid) == (worker.address, "device-failed", Device(1).uuid)
     assert row.text == "it broke"
     assert history.workers[address].host == "127.0.0.1"
+
+
+def test_the_rows_of_workers_that_left_long_ago_are_forgotten() -> None:
+    scheduler: Any = SimpleNamespace(workers={}, plugins={})
+    history, many = DeviceHistory(scheduler, list), 300
+    for number in range(many):
+        history.failed(f"worker {number}", Failure("GPU-1", "it broke", FIELDS, (), (), ()))
+        history.left(f"worker {number}")
+    kept = [address for address, _ in history.rows().rows]
+    assert 1 < len(kept) < many
+    assert kept == list(history.workers) == [f"worker {n}" for n in range(many)][-len(kept) :]
 
 
 # -- rows of several versions
