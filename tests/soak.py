@@ -511,7 +511,8 @@ def run(arguments: argparse.Namespace, ended: threading.Event) -> bool:
     for (name, _), life in held.items():
         # The first half of each process's life is its warm-up. Less than 8 MiB means nothing.
         half = life[len(life) // 2 :]
-        grown, tasks = slope(half), half[-1][0] - half[0][0]
+        grown = statistics.linear_regression(*zip(*half, strict=True)).slope
+        tasks = half[-1][0] - half[0][0]
         print(f"{name} grew by {grown:.0f} bytes a task")
         well = well and grown * tasks <= max(arguments.growth * tasks, 2**23)
     return well
@@ -529,16 +530,6 @@ def settle(client: Client, workers: int) -> Counter[str]:
         if not left.total() or time.monotonic() > until:
             return left
         time.sleep(0.5)
-
-
-def slope(points: list[tuple[int, int]]) -> float:
-    """Return the median of the slopes of all pairs of points; a few jumps do not change it.
-
-    >>> slope([(0, 1), (1, 3), (2, 99), (3, 7)])
-    2.0
-    """
-    pairs = itertools.combinations(points, 2)
-    return float(statistics.median((b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs))
 
 
 def main(given: list[str]) -> int:

@@ -92,20 +92,14 @@ async def test_it_ends_with_the_scheduler(
 
 
 @on_cluster(2, scheduler_kwargs={"dashboard": False})
-async def test_without_a_dashboard_one_line_says_so(client: Any, scheduler: Any) -> None:
-    lines: list[str] = []
-    logger = logging.getLogger("dask_devctx.scheduler.dashboard")
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
-    try:
+async def test_without_a_dashboard_one_line_says_so(
+    client: Any, scheduler: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, "dask_devctx.scheduler.dashboard"):
         await client.register_plugin(DevicePlugin())
         await client.register_plugin(DevicePlugin(), name="devctx")
         assert await client.submit(here) is not None
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
+    lines = [r.getMessage() for r in caplog.records if "scheduler.dashboard" in r.name]
     assert lines == ["The scheduler shows no dashboard, so that there is no page /devices"]
     assert (await page(scheduler, "devices")).code == 404
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -117,56 +116,31 @@ def test_registering_on_a_live_cluster_brings_the_routing() -> None:
         assert found == [Device(ordinal).uuid for ordinal in range(4)]
 
 
-class Answers:
-    """Names a device for a task, another one at each call, or raises."""
-
-    calls = 0
-
-    def __init__(self, *answers: Any) -> None:
-        self.answers = answers
-
-    def __call__(self, key: Any) -> Any:
-        answer = self.answers[Answers.calls % len(self.answers)]
-        Answers.calls += 1
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+asked: list[Any] = []
 
 
-def submit(client: Client, answers: Answers, fn: Any, **kwargs: Any) -> Any:
-    """Submit a task whose device a function names."""
-    Answers.calls = 0
-    # dask calls the annotation's function, and what that returns is ours to call
-    with dask.annotate(device=lambda key: answers):
-        return client.submit(fn, pure=False, **kwargs)
+def third_device_at_first(key: Any) -> int:
+    asked.append(key)
+    return 3 if len(asked) == 1 else 0
+
+
+def no_device(key: Any) -> int:
+    asked.append(key)
+    raise KeyError("no device")
 
 
 def test_a_function_that_names_the_device_is_asked_once(client: Client) -> None:
-    for answers, device in ((Answers(0, 3), 0), (Answers(3, 0), 3)):
-        assert submit(client, answers, worker_and_device).result(timeout=10)[1] == device
-        assert Answers.calls == 1
-
-
-@pytest.mark.parametrize(
-    ("answer", "error", "message"),
-    [
-        (KeyError("no device"), KeyError, "no device"),
-        (threading.Lock(), TypeError, "'device' is an ordinal"),
-        (Answers(0), TypeError, "'device' is an ordinal"),
-        (1.5, TypeError, "'device' is an ordinal"),
-    ],
-)
-def test_errors_of_a_function_that_names_the_device_reach_the_task_once(
-    client: Client, answer: Any, error: type[Exception], message: str
-) -> None:
-    future = submit(client, Answers(answer), worker_and_device, key="broken-key")
-    with pytest.raises(error, match=message) as caught:
-        future.result(timeout=10)
-    assert Answers.calls == 1
-    if isinstance(answer, Exception):
-        (note,) = caught.value.__notes__
-        assert "Answers in the annotation 'device'" in note
-        assert "the device of the task 'broken-key'" in note
+    """dask calls the annotation's function, and what that returns is ours to call."""
+    asked.clear()
+    found = run_on(client, lambda key: third_device_at_first, worker_and_device, key="third")
+    assert found.result(timeout=10)[1] == 3
+    failed = run_on(client, lambda key: no_device, key="broken")
+    with pytest.raises(KeyError, match="no device") as caught:
+        failed.result(timeout=10)
+    (note,) = caught.value.__notes__
+    assert "no_device in the annotation 'device'" in note
+    assert "the device of the task 'broken'" in note
+    assert asked == ["third", "broken"]
     assert client.submit(sum, [1, 2], pure=False).result(timeout=10) == 3  # all are well
 
 
