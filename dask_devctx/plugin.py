@@ -240,7 +240,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             self._share = None
         self.annotations_kept.close()  # for the process that made the plugin
         if worker.status is Status.closing:
-            no_more_heartbeats(worker)
+            await no_more_heartbeats(worker)
 
 
 def held_devices(

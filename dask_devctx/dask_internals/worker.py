@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, MutableMapping
@@ -138,7 +139,7 @@ def leave_nanny(worker: Worker) -> str | None:
     nanny: str | None = worker.nanny
     worker.nanny = None
     worker.stream_handlers["close"] = _stay
-    no_more_heartbeats(worker)
+    worker.periodic_callbacks["heartbeat"].stop()
     return nanny
 
 
@@ -146,9 +147,17 @@ async def _stay(**kwargs: Any) -> None:
     """Ignore the order to close: the worker is ending already."""
 
 
-def no_more_heartbeats(worker: Worker) -> None:
-    """Stop the heartbeats of a worker that closes: they would find its connections closed."""
-    worker.periodic_callbacks["heartbeat"].stop()
+async def no_more_heartbeats(worker: Worker) -> None:
+    """Stop the heartbeats of a worker that closes, and wait a moment for the one under way.
+
+    It would find the worker's connections closed. dask logs this as an error.
+    """
+    heartbeat = worker.periodic_callbacks["heartbeat"]
+    heartbeat.stop()
+    frames = {task: getattr(task.get_coro(), "cr_frame", None) for task in asyncio.all_tasks()}
+    under_way = [one for one, f in frames.items() if f and f.f_locals.get("self") is heartbeat]
+    if under_way:
+        await asyncio.wait(under_way, timeout=1.0)  # one that closes the worker waits for this
 
 
 async def unsettled(worker: Worker, keys: Collection[Hashable]) -> set[Hashable]:
