@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.transfer import walk
-from dask_devctx.transfer.registry import Registry
+from dask_devctx.transfer.walk import Registry
 
 logger = logging.getLogger(__name__)
 

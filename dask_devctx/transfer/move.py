@@ -17,8 +17,8 @@ from dask_devctx.transfer import walk
 from dask_devctx.transfer.events import Stamp, hold, release_held
 from dask_devctx.transfer.location import device_of, nbytes_by_device
 from dask_devctx.transfer.rebuild import Memo, Rebuild
-from dask_devctx.transfer.registry import Registry
 from dask_devctx.transfer.traffic import connect
+from dask_devctx.transfer.walk import Registry
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from types import MemberDescriptorType
 from typing import Any
 
 from dask_devctx.transfer import walk
-from dask_devctx.transfer.registry import Registry
+from dask_devctx.transfer.walk import Registry
 
 # New values by the identity of the old ones. It keeps the old ones, so that ids are not reused.
 Memo = dict[int, tuple[Any, Any]]

@@ -1,4 +1,4 @@
-"""The search through a value, which finds the arrays in it.
+"""What is known of types of values, and the search through a value, which finds the arrays in it.
 
 Locating, counting and moving all use this search. There are three kinds of types: *plain* types
 hold no arrays; a *leaf* is a registered type; all others have parts, which the garbage collector
@@ -7,7 +7,9 @@ knows, so that no code of the value's own class runs. Nothing here recurses.
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib
 import logging
 import sys
 import types
@@ -15,10 +17,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
+
+from dask.utils import Dispatch
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.transfer.registry import Registry
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +44,73 @@ _STDLIB_HOLDERS = frozenset(
 _CONTAINERS = frozenset(
     (dict, list, tuple, set, frozenset, deque, partial, types.MethodType, types.SimpleNamespace)
 )
+
+# -- what is known of types
+
+
+def _by_name(name: str) -> Registry:
+    importlib.import_module("dask_devctx.transfer")
+    return next(registry for registry in Registry._every if registry._name == name)
+
+
+class Known(dict[type, Any]):
+    """A cache by type that computes what it lacks; what it has costs no call of Python's."""
+
+    def __init__(self, compute: Callable[[type], Any]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def __missing__(self, kind: type) -> Any:
+        found = self[kind] = self._compute(kind)
+        return found
+
+
+class Registry(Dispatch):  # type: ignore[misc]
+    """``dask.utils.Dispatch`` with a default function for types that are not registered."""
+
+    _every: ClassVar[list[Registry]] = []
+    # A result in one registry may depend on another registry: a new registration clears all caches.
+    _caches: ClassVar[list[Known]] = []
+    # Returns the function that is registered for a type, or None.
+    find: Callable[[type], Any]
+
+    def __init__(self, name: str, default: Any) -> None:
+        super().__init__(name)
+        self._name = name
+        self._default = default
+        self.find = self.remember(self._look_up).__getitem__
+        self._every.append(self)
+        self.register(object, default)
+
+    @classmethod
+    def remember(cls, compute: Callable[[type], Any]) -> Known:
+        """Return a cache by type that every registration empties."""
+        cls._caches.append(Known(compute))
+        return cls._caches[-1]
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return _by_name, (self._name,)  # a process has one object of each name, like a function
+
+    def register(self, type: Any, func: Any = None) -> Any:
+        """Register a function for a type, or a tuple of types; without one, a decorator."""
+        if func is None:
+            return functools.partial(self.register, type)
+        registered = super().register(type, func)
+        for known in self._caches:
+            known.clear()
+        return registered
+
+    def _look_up(self, kind: type) -> Any:
+        found = self.dispatch(kind)
+        return None if found is self._default else found
+
+    @classmethod
+    def any_knows(cls, kind: type) -> bool:
+        """Return whether the type is registered with any registry."""
+        return any(registry.find(kind) is not None for registry in cls._every)
+
+
+# -- the search
 
 Parts = Callable[[Any], Sequence[Any]]
 
