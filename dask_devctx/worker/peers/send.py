@@ -197,7 +197,7 @@ def on_devices(
         value = wrapped.data
         if value.__class__ is Value:
             if staged:
-                form, _ = value.host_form()
+                form = value.host_form()
                 home = form.home if form.home in devices else devices[0]
                 found[key] = {home: form.nbytes}
             continue
@@ -223,11 +223,8 @@ def _packed(values: Mapping[Hashable, Any], device: Device, stamps: Collection[S
             for stamp in stamps:
                 stamp.hold_back_readers()  # for copies that the packing makes
         for key, value in values.items():
-            if value.__class__ is Value:
-                form, index = value.host_form()
-                parcel = form.parcel(index)
-            else:
-                parcel = pack(value, find)
+            is_away = value.__class__ is Value
+            parcel = value.host_form().parcel() if is_away else pack(value, find)
             if parcel.parts:
                 parcels[key] = parcel
     return parcels

@@ -179,8 +179,8 @@ class Accounts(dict[Device, Account]):
             else:
                 block[1].append(entry)
         if value.value is AWAY and (form := value.form) is not None and form.home in self:
-            entry.away = form.home, form.share
-            self[form.home].counts.spilled += form.share
+            entry.away = form.home, form.nbytes
+            self[form.home].counts.spilled += form.nbytes
 
     def settle(self) -> None:
         """Count off the values that ended."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 import pickle
 import time
-import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from dask_devctx.cuda.device import Device
@@ -19,45 +18,38 @@ from dask_devctx.worker.comms.device_types import are_arrays, find, find_views
 
 # A part of a value: the library that allocates memory for it, its bytes, and the library's details.
 Description = tuple[str, int, Any]
-Pickle = tuple[bytes, Sequence[Any]]  # and the host memory that is not in it
+About = tuple[list[Description], int]
 _POLL_S: Final = 1e-4
 # One view that is larger than this part of its allocation leaves with all of it.
 _LARGE: Final = 0.5
 
 
 class HostForm:
-    """Some values in host memory, which share memory with each other; a single one mostly.
+    """A value in host memory: a pickle, the host memory that is not in it, and its device memory.
 
-    Each of the ``parts`` was on the device ``home``: its description, and its bytes. Each value has
-    a pickle around them.
+    Each of the ``parts`` was on the device ``home``: its description, and its bytes.
     """
 
     def __init__(
         self,
-        pickles: Sequence[Pickle],
+        pickled: bytes,
+        buffers: Sequence[Any],
         parts: Sequence[tuple[Description, HostBlock]],
         home: Device,
     ) -> None:
-        self.pickles = pickles
+        self.pickled = pickled
+        self.buffers = buffers
         self.parts = parts
         self.home = home
         self.nbytes = sum(block.nbytes for _, block in parts)
-        # The values' owners: each has the value of its index.
-        self.members: list[weakref.ref[Any]] = []
-
-    @property
-    def share(self) -> int:
-        """The bytes of the parts for each of the values."""
-        return self.nbytes // max(len(self.members), 1)
 
     @property
     def host_nbytes(self) -> int:
-        """The bytes of host memory for each of the values."""
-        pickled = sum(len(p) + sum(memoryview(b).nbytes for b in bs) for p, bs in self.pickles)
-        return self.share + pickled // len(self.pickles)
+        """The bytes of host memory."""
+        return self.nbytes + len(self.pickled) + sum(memoryview(b).nbytes for b in self.buffers)
 
-    def on_device(self, device: Device, wanted: Container[int]) -> tuple[dict[int, Any], Stamp]:
-        """Return values by index on a device, and the stamp of the copy; does not wait for it."""
+    def on_device(self, device: Device) -> tuple[Any, Stamp]:
+        """Return the value on a device, and the stamp of the copy; does not wait for it."""
         with device:
             memory, pointers = [], []
             for (kind, nbytes, detail), _ in self.parts:
@@ -77,57 +69,54 @@ class HostForm:
                 wait_for(stamp)  # JAX does not reveal the streams that read it
             else:
                 stamp.hold_back(device)  # unpickling may compute
-            found = {
-                index: unpack(*each, memory)
-                for index, each in enumerate(self.pickles)
-                if index in wanted
-            }
-            return found, stamp
+            return unpack(self.pickled, self.buffers, memory), stamp
 
     # -- to other processes, and to disk
 
-    def parcel(self, index: int) -> Parcel:
-        """Return one of the values, packed for another process of the machine."""
-        pickled, buffers = self.pickles[index]
+    def parcel(self) -> Parcel:
+        """Return the value, packed for another process of the machine."""
         parts = [
             Part(block.address, nbytes, kind, detail, block, on_host=True)
             for (kind, nbytes, detail), block in self.parts
         ]
-        return Parcel(pickled, [memoryview(buffer) for buffer in buffers], parts)
-
-    def frames(self, index: int) -> list[Any]:
-        """Return the bytes of one of the values without its pickle."""
-        return [*self.pickles[index][1], *(block.contents for _, block in self.parts)]
+        return Parcel(self.pickled, [memoryview(buffer) for buffer in self.buffers], parts)
 
     @property
-    def descriptions(self) -> list[Description]:
-        return [description for description, _ in self.parts]
+    def about(self) -> About:
+        """What :meth:`of_frames` needs beside the frames."""
+        return [description for description, _ in self.parts], len(self.buffers)
+
+    @property
+    def frames(self) -> list[Any]:
+        """The bytes of the value."""
+        return [self.pickled, *self.buffers, *(block.contents for _, block in self.parts)]
 
     @classmethod
-    def of_frames(
-        cls,
-        pickled: bytes,
-        descriptions: Sequence[Description],
-        n_buffers: int,
-        frames: Sequence[Any],
-        home: Device,
-    ) -> HostForm:
+    def of_frames(cls, about: About, frames: Sequence[Any], home: Device) -> HostForm:
         """Return a value that arrived as its frames."""
-        blocks = map(block_of, frames[n_buffers:])
+        descriptions, n_buffers = about
+        pickled, *rest = frames
+        blocks = map(block_of, rest[n_buffers:])
         parts = [(tuple(one), block) for one, block in zip(descriptions, blocks, strict=True)]
-        return cls([(bytes(pickled), frames[:n_buffers])], parts, home)
+        return cls(bytes(pickled), rest[:n_buffers], parts, home)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Be the value itself in another process."""
+        frames = [
+            pickle.PickleBuffer(frame) if protocol >= 5 else bytes(frame) for frame in self.frames
+        ]
+        return arrived, (self.about, frames)
 
 
 class Copying:
-    """Host forms of values on a device, whose copies are under way; finish or drop it.
+    """Host forms of values on a device, one of each, whose copies are under way; finish or drop it.
 
     The values are copied after the work that makes them, and ``behind`` another copy.
     """
 
     # A piece of an array is a view, which holds all memory of the array that it was cut from. If
     # small pieces came back as such, a task that joins pieces of many arrays would need the memory
-    # of all of them. So they leave as arrays of their own. Views that have more bytes together than
-    # their array leave with it, and come back sharing it.
+    # of all of them. So they leave as arrays of their own.
 
     def __init__(
         self,
@@ -138,27 +127,22 @@ class Copying:
         take: Callable[[int], HostBlock],
         behind: Copying | None = None,
     ) -> None:
-        self.forms: list[HostForm] = []  # of all values, or one of each
+        self.forms: list[HostForm] = []
         self._packed: list[Parts] = []  # may have memory that the copy reads
         most = nbytes * (_LARGE if len(values) == 1 else 1)
-        apart = (
-            are_arrays(values)
-            and sum(value.nbytes for value in values) <= most
-            and all(value.dtype.names is None for value in values)
-        )
         # The copies that make pieces dense would spoil a graph that another thread captures.
-        apart = apart and not is_captured(device)
+        captured = is_captured(device)
         with device:
             for stamp in after:
                 stamp.hold_back_readers()  # for types that are pickled by their own code
-            try:
-                self._pack(
-                    [[value] for value in values] if apart else [values], apart, device, take
-                )
-            except Exception as error:
-                if not (apart and is_out_of_memory(error)):
-                    raise
-                self._pack([values], False, device, take)
+            for value in values:
+                apart = not captured and are_arrays([value]) and value.nbytes <= most
+                try:
+                    self._pack(value, apart and value.dtype.names is None, device, take)
+                except Exception as error:
+                    if not (apart and is_out_of_memory(error)):
+                        raise
+                    self._pack(value, False, device, take)
             self._lane = lanes.take(device)
             try:
                 for stamp in after:
@@ -175,20 +159,13 @@ class Copying:
                 raise
 
     def _pack(
-        self,
-        groups: Sequence[Sequence[Any]],
-        apart: bool,
-        device: Device,
-        take: Callable[[int], HostBlock],
+        self, value: Any, apart: bool, device: Device, take: Callable[[int], HostBlock]
     ) -> None:
-        self.forms, self._packed = [], []
-        for group in groups:
-            parts = Parts()
-            packed = [pack(value, find if apart else find_views, parts) for value in group]
-            pickles = [(one.pickled, one.buffers) for one in packed]
-            blocks = [(tuple(part.description), take(part.nbytes)) for part in parts.all]
-            self.forms.append(HostForm(pickles, blocks, device))
-            self._packed.append(parts)
+        parts = Parts()
+        packed = pack(value, find if apart else find_views, parts)
+        blocks = [(tuple(part.description), take(part.nbytes)) for part in parts.all]
+        self.forms.append(HostForm(packed.pickled, packed.buffers, blocks, device))
+        self._packed.append(parts)
 
     def finish(self) -> list[HostForm]:
         """Return the host forms when their copies are done."""
@@ -207,34 +184,12 @@ def wait_for(stamp: Stamp) -> None:
         time.sleep(_POLL_S)
 
 
-class Sent:
-    """One value of a host form, on its way to another process: there it is the value itself."""
-
-    __slots__ = ("form", "index")
-
-    def __init__(self, form: HostForm, index: int) -> None:
-        self.form = form
-        self.index = index
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        form = self.form
-        pickled, buffers = form.pickles[self.index]
-        frames = [
-            pickle.PickleBuffer(frame) if protocol >= 5 else bytes(frame)
-            for frame in form.frames(self.index)
-        ]
-        return arrived, (pickled, form.descriptions, len(buffers), frames)
-
-
-def arrived(
-    pickled: Any, descriptions: list[Description], n_buffers: int, frames: list[Any]
-) -> Any:
-    """Return a value that left another process as a :class:`Sent`, on the current device."""
+def arrived(about: About, frames: list[Any]) -> Any:
+    """Return a value that left another process as its host form, on the current device."""
     device = Device.current() or Device(0)
-    form = HostForm.of_frames(pickled, descriptions, n_buffers, frames, device)
-    values, stamp = form.on_device(device, {0})
+    value, stamp = HostForm.of_frames(about, frames, device).on_device(device)
     wait_for(stamp)  # any thread may use it next
-    return values[0]
+    return value
 
 
 def block_of(frame: Any) -> HostBlock:

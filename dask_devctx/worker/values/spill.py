@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -40,7 +39,7 @@ from dask_devctx.worker.values.accounting import (
     numbers,
 )
 from dask_devctx.worker.values.copies import Copies
-from dask_devctx.worker.values.host_form import Copying, HostForm, Sent
+from dask_devctx.worker.values.host_form import Copying, HostForm
 from dask_devctx.worker.values.value import AWAY, Value
 
 logger = logging.getLogger(__name__)
@@ -222,7 +221,6 @@ class Spill:
             if value.spill is None and value.form is not None:
                 if self.accounts and value.form.home not in self.accounts:
                     value.form.home = next(iter(self.accounts))
-                value.form.members = [weakref.ref(value)]
                 value.spill = self
                 self.accounts.count(value)
 
@@ -284,7 +282,7 @@ class Spill:
             value.touched = next(numbers)
             if value.is_away:
                 assert value.form is not None
-                return value if whole else Sent(value.form, value.index)
+                return value if whole else value.form
             return value.value
 
     # -- the threads
@@ -400,9 +398,9 @@ class Spill:
     ) -> None:
         """Begin to copy values that share memory, unless their host form is still right."""
         group.begun_at = perf_counter()
-        form = group.values[0].form if len(group.values) == 1 else None
-        if form is not None:
-            group.forms = [form]
+        forms = [value.form for value in group.values if value.form is not None]
+        if len(forms) == len(group.values):
+            group.forms = forms
             return
         with self._noting(group, failed):
             group.copying = Copying(
@@ -435,14 +433,8 @@ class Spill:
             if not forms or any(value.pins for value in group.values):
                 return 0
             wholes = [value.value for value in group.values]
-            for form in forms:
-                form.home, form.members = device, []
-            for index, value in enumerate(group.values):
-                value.form, value.index = (
-                    (forms[0], index) if len(forms) == 1 else (forms[index], 0)
-                )
-                value.form.members.append(weakref.ref(value))
-            for value in group.values:
+            for value, form in zip(group.values, forms, strict=True):
+                form.home, value.form = device, form
                 value.value, value.nbytes, value.stamp = AWAY, {}, None
                 assert value.spill is not None
                 value.spill.accounts.count(value)  # another plugin may have taken it over
@@ -511,43 +503,33 @@ class Spill:
                 coming.exception()  # waits; the other thread raises the error
                 continue
             try:
-                self._restore(form, device or form.home)
+                self._restore(value, form, device or form.home)
             finally:
                 with self.lock:
                     del self._coming[id(form)]
                 mine.set_result(None)
 
-    def _restore(self, form: HostForm, device: Device) -> None:
+    def _restore(self, value: Value, form: HostForm, device: Device) -> None:
         self.make_room(device, form.nbytes)
         try:
             begun = perf_counter()
-            with self.lock:
-                values = {v.index: v for ref in form.members if (v := ref()) and v.form is form}
-            wholes, stamp = self.allocated(
-                device, form.nbytes, lambda: form.on_device(device, values)
-            )
+            whole, stamp = self.allocated(device, form.nbytes, lambda: form.on_device(device))
             self.moved_bytes(device, form.nbytes, perf_counter() - begun, True)
-            found = {
-                index: (nbytes := nbytes_by_device(whole), allocations(whole, nbytes))
-                for index, whole in wholes.items()
-            }
+            nbytes = nbytes_by_device(whole)
+            under = allocations(whole, nbytes)
             with self.lock:
-                back = [(index, one) for index, one in values.items() if one.is_away]
-                for index, value in back:
-                    value.nbytes, under = found[index]
-                    value.stamp = stamp
-                    value.value = wholes[index]  # last: a task may see it now
-                    assert value.spill is not None
-                    value.spill.accounts.count(value, under)
-                    if len(form.pickles) > 1 or not _stays_right(value.value):
-                        value.form = None
+                value.nbytes, value.stamp = nbytes, stamp
+                value.value = whole  # last: a task may see it now
+                assert value.spill is not None
+                value.spill.accounts.count(value, under)
+                if not _stays_right(whole):
+                    value.form = None
                 if (account := self.accounts.get(device)) is not None:
-                    account.counts.unspills += len(back)
+                    account.counts.unspills += 1
                     account.counts.unspilled_nbytes += form.nbytes
         finally:
             self.give_room(device, form.nbytes)
-        for _, value in back:
-            self.moved(value)
+        self.moved(value)
 
     def clear(self, device: Device, nbytes: int | None = None) -> int:
         """Free memory of a device that ran out: so many bytes of copies, or all not in use."""

@@ -16,7 +16,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.errors import DevctxError
 from dask_devctx.transfer import Stamp, walk
 from dask_devctx.transfer.location import Memory
-from dask_devctx.worker.values.host_form import HostForm, Sent
+from dask_devctx.worker.values.host_form import HostForm
 
 # The `value` of one in host memory.
 AWAY: Final = object()
@@ -54,8 +54,8 @@ class Value:
     """
 
     __slots__ = (
-        *("__weakref__", "copies", "entry", "exact", "form", "fresh", "index", "key", "leaving"),
-        *("nbytes", "pins", "released", "spill", "stamp", "stays", "touched", "value"),
+        *("__weakref__", "copies", "entry", "exact", "form", "fresh", "key", "leaving", "nbytes"),
+        *("pins", "released", "spill", "stamp", "stays", "touched", "value"),
     )
 
     def __init__(
@@ -72,9 +72,8 @@ class Value:
         self.stamp = stamp  # of the work that makes it, or of the copy that restored it
         self.spill: Keeper | None = None
         self.entry: Entry | None = None  # what is counted for it
-        # The value in host memory, and its index there; kept on the device while it is right.
+        # The value in host memory; kept while it is on the device again and this is right.
         self.form: HostForm | None = None
-        self.index = 0
         self.touched = 0  # grows with each use
         self.pins = 0  # users that need it on its device
         self.fresh = False  # whether its task has returned it, and dask does not have it yet
@@ -110,19 +109,17 @@ class Value:
                 return form.host_nbytes  # if not, it is restored just now
         return int(max(safe_sizeof(value) - sum(self.nbytes.values()), 0))
 
-    def host_form(self) -> tuple[HostForm, int]:
+    def host_form(self) -> HostForm:
         """Return the value's host form, which is made if the value is on its device."""
-        spill = self.spill
-        if spill is None:  # it was read from disk
-            assert self.form is not None
-            return self.form, self.index
-        with spill.lock:
-            form, index = self.form, self.index
-        return (spill.copied(self), 0) if form is None else (form, index)
+        form, spill = self.form, self.spill
+        if form is None:
+            assert spill is not None
+            form = spill.copied(self)
+        return form
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Be the value itself in another process, such as that of a process pool."""
-        return Sent(*self.host_form()).__reduce_ex__(protocol)
+        return self.host_form().__reduce_ex__(protocol)
 
 
 # dask's data on disk: a value comes back from there into host memory.
@@ -130,21 +127,18 @@ class Value:
 
 @dask_serialize.register(Value)  # type: ignore[untyped-decorator]
 def _to_disk(value: Value) -> tuple[dict[str, Any], list[Any]]:
-    form, index = value.host_form()
+    form = value.host_form()
     if value.spill is not None:
         value.spill.on_disk = True
-    pickled, buffers = form.pickles[index]
-    about = (value.key, form.descriptions, len(buffers), form.home.uuid)
-    return {"value": pickle.dumps(about)}, [pickled, *form.frames(index)]
+    return {"value": pickle.dumps((value.key, form.about, form.home.uuid))}, form.frames
 
 
 @dask_deserialize.register(Value)  # type: ignore[untyped-decorator]
 def _from_disk(header: dict[str, Any], frames: list[Any]) -> Value:
-    key, descriptions, n_buffers, uuid = pickle.loads(header["value"])
-    pickled, *rest = frames
+    key, about, uuid = pickle.loads(header["value"])
     home = Device.current() or Device(0)  # in another machine's process
     with suppress(DevctxError):
         home = Device(uuid)
     value = Value(key, AWAY, {})
-    value.form = HostForm.of_frames(pickled, descriptions, n_buffers, rest, home)
+    value.form = HostForm.of_frames(about, frames, home)
     return value
