@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dask_devctx.cuda.naming import DeviceInfo, Inventory
@@ -94,11 +93,11 @@ def _discover(backend: Backend, visible: str | None, order: str | None) -> Inven
     rule = visible_devices(
         visible,
         [
-            PhysicalDevice(gpu.info.uuid, tuple(i.uuid for i in gpu.mig), gpu.mig_enabled)
-            for gpu in gpus
+            PhysicalDevice(info.uuid, tuple(i.uuid for i in mig or ()), mig is not None)
+            for info, mig in gpus
         ],
     )
-    known = {info.uuid: info for gpu in gpus for info in (gpu.info, *gpu.mig)}
+    known = {info.uuid: info for gpu, mig in gpus for info in (gpu, *(mig or ()))}
     shown = tuple(known[uuid]._replace(device_id=n) for n, uuid in enumerate(rule.uuids))
     if problems or (rule.uuids and not _order_is_known(gpus, visible, order)):
         try:
@@ -112,11 +111,11 @@ def _discover(backend: Backend, visible: str | None, order: str | None) -> Inven
             f"CUDA_VISIBLE_DEVICES={visible!r}: the entry {rule.stopped_at!r} hides itself and "
             f"all after it: {rule.reason}"
         )
-    whole = [gpu for gpu in gpus if not gpu.mig_enabled]
-    for gpu in gpus:
-        if gpu.mig_enabled and whole:
-            problems.append(f"{gpu.info.uuid} is in MIG mode: it is hidden beside whole GPUs")
-    usable = [gpu.info for gpu in whole] + [info for gpu in gpus for info in gpu.mig]
+    whole = [info for info, mig in gpus if mig is None]
+    for info, mig in gpus:
+        if mig is not None and whole:
+            problems.append(f"{info.uuid} is in MIG mode: it is hidden beside whole GPUs")
+    usable = whole + [info for _, mig in gpus for info in mig or ()]
     seen = {info.uuid for info in shown}
     hidden = tuple(info for info in usable if info.uuid not in seen)
     return Inventory(shown, hidden, visible, "nvml", tuple(problems))
@@ -127,7 +126,7 @@ def _order_is_known(gpus: list[NvmlGPU], visible: str | None, order: str | None)
     # CUDA puts the fastest device first. Among equal devices it uses the order of the bus, as NVML
     # does. With several kinds, only CUDA knows which one it considers the fastest. UUIDs keep the
     # order in which they are given.
-    kinds = {(gpu.info.name, gpu.info.compute_capability) for gpu in gpus}
+    kinds = {(info.name, info.compute_capability) for info, _ in gpus}
     return (
         order == "PCI_BUS_ID"
         or len(kinds) == 1
@@ -167,14 +166,9 @@ def _from_driver(backend: Backend, visible: str | None, *problems: str) -> Inven
 # -- NVML, which needs no context and may leave any question unanswered
 
 
-@dataclass(frozen=True)
-class NvmlGPU:
-    """A GPU as NVML shows it; NVML ignores ``CUDA_VISIBLE_DEVICES``."""
-
-    # Their `device_id` is -1: NVML does not know ordinals.
-    info: DeviceInfo
-    mig_enabled: bool = False
-    mig: tuple[DeviceInfo, ...] = ()
+# A GPU, and the instances of it; None where it is not in MIG mode. Their `device_id` is -1: NVML
+# knows no ordinals, and ignores ``CUDA_VISIBLE_DEVICES``.
+NvmlGPU = tuple[DeviceInfo, tuple[DeviceInfo, ...] | None]
 
 
 def read(nvml: Any) -> tuple[list[NvmlGPU], list[str]]:
@@ -287,7 +281,7 @@ def _gpu(nvml: Any, index: int, handle: Any) -> NvmlGPU:
     )
     mode = _or_none(nvml.nvmlDeviceGetMigMode, handle)
     if not mode or not mode[0]:
-        return NvmlGPU(info)
+        return info, None
     instances = tuple(
         info._replace(
             uuid=nvml.nvmlDeviceGetUUID(instance),
@@ -296,7 +290,7 @@ def _gpu(nvml: Any, index: int, handle: Any) -> NvmlGPU:
         )
         for instance in _instances(nvml, handle)
     )
-    return NvmlGPU(info, True, instances)
+    return info, instances
 
 
 def _instances(nvml: Any, handle: Any) -> Iterator[Any]:

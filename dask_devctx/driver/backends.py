@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from dask_devctx.driver.calls import Calls
 from dask_devctx.errors import DevctxError, DriverError, DriverUnavailableError
@@ -22,14 +22,6 @@ _REMEDY = (
 )
 
 
-class Handles(Protocol):
-    """A set of context handles."""
-
-    def add(self, handle: int, /) -> None: ...
-    def discard(self, handle: int, /) -> None: ...
-    def __contains__(self, handle: object, /) -> bool: ...
-
-
 class Backend:
     """A driver, the NVML of the same machine, and whether this process initialised them."""
 
@@ -41,7 +33,7 @@ class Backend:
         self.unavailable = False  # until a later attempt succeeds
         # Handles that are always safe to make current: 0 for no context, and the primary contexts
         # that this process retains. Any other context may be destroyed before it is restored.
-        self.lasting: Handles = {0}
+        self.lasting: set[int] | Native = {0}
         # The same set in the extension, with the addresses of the functions that scopes call. None
         # before cuInit, and where there are no addresses.
         self.native: Native | None = None

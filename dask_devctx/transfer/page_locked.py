@@ -144,27 +144,21 @@ class PageLockedPool:
         return None
 
     def _give(self, slab: _Slab, offset: int) -> None:
+        """Take a block back that ended, unless a thread has the lock: the next one does it."""
         self._ended.append((slab, offset))
-        self._settle()
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Hold the lock, after the blocks that ended were taken back."""
-        try:
-            with self._lock:
-                self._take_back()
-                yield
-                self._take_back()
-        finally:
-            self._settle()
-
-    def _settle(self) -> None:
-        """Take back the blocks that ended, unless a thread has the lock: it does so later."""
-        while self._ended and self._lock.acquire(blocking=False):
+        if self._lock.acquire(blocking=False):
             try:
                 self._take_back()
             finally:
                 self._lock.release()
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock, and take back the blocks that ended, before and after."""
+        with self._lock:
+            self._take_back()
+            yield
+            self._take_back()
 
     def _take_back(self) -> None:
         while self._ended:
