@@ -117,11 +117,8 @@ def _is_suspended(frame: FrameType) -> bool:
     return frame.f_lasti >= 0 and code.co_code[frame.f_lasti] == opmap["YIELD_VALUE"]
 
 
-def release_caches(error: BaseException | None = None) -> None:
+def release_caches() -> None:
     """Make the libraries release the current device's memory that they cache."""
-    # The frames of the exception may hold arrays: they are cleared.
-    if error is not None:
-        clear_frames(error)
     gc.unfreeze()  # frozen objects may hold memory, too
     gc.collect()
     release_library_caches()
