@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ from dask_devctx import driver
 from dask_devctx.config.options import LOOK_AHEAD, Options, fair_memory
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device, devices, named_devices
-from dask_devctx.cuda.exports import can_export
 from dask_devctx.errors import DevicesInUseError, VisibleDevicesError, counted, held_text
 from dask_devctx.graph.calls import users_level
 from dask_devctx.plugin import held_devices
@@ -125,7 +125,11 @@ def default_n_workers(used: Sequence[Device], options: Options, processes: bool)
         return 1
     if options.devices_per_worker is not None:
         return max(len(used) // options.devices_per_worker, 1)
-    return len(used) if options.ipc is not False and can_export(used) else 1
+    # MIG instances, and the Windows Subsystem for Linux, show no memory to other processes.
+    on_wsl = "microsoft" in platform.release().lower() and not driver.backend().simulated
+    if options.ipc is False or on_wsl or any(one.uuid.startswith("MIG-") for one in used):
+        return 1
+    return len(used)
 
 
 def _held(
