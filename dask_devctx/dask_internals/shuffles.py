@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -22,6 +23,8 @@ from dask_devctx.dask_internals.connections import data_of
 from dask_devctx.dask_internals.worker import wrapped_handler
 
 Index = tuple[int, ...]
+# Blocks of the output, each with a bit for each block that it is made of.
+Asked = tuple[tuple[Index, bytes], ...]
 _PIECES: Final = "devctx-pieces"  # begins the key of pieces that a worker asks another for
 
 
@@ -43,11 +46,8 @@ class Keeper(Protocol):
     def output(self, run: DeviceRechunk, index: Index, held: Sequence[Held]) -> Any:
         """Return a block of the output, from the blocks that it is made of, in their order."""
 
-    def pieces(self, run: DeviceRechunk, index: Index, which: bytes) -> Any:
-        """Return this worker's pieces of a block of the output as one value; on any thread.
-
-        ``which`` has a bit for each block that the output is made of.
-        """
+    def pieces(self, run: DeviceRechunk, asked: Asked) -> Any:
+        """Return this worker's pieces of blocks of the output as one value; on any thread."""
 
 
 class DeviceRechunk(_rechunk.ArrayRechunkRun):  # type: ignore[misc]
@@ -61,6 +61,12 @@ class DeviceRechunk(_rechunk.ArrayRechunkRun):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.blocks: dict[Index, Any] = {}  # what this worker keeps
         self.held: dict[Index, Held] = {}  # by all workers
+        # Of blocks of the output: pieces that other workers were asked for and those on their way
+        # here, by the worker, and what was computed.
+        self.asked: set[tuple[Index, str]] = set()
+        self.coming: dict[tuple[Index, str], Any] = {}
+        self.plans: dict[Index, Any] = {}
+        self.lock = threading.Lock()
         _newest[self.local_address, self.id] = self
 
     @cached_property
@@ -122,9 +128,9 @@ class DeviceRechunk(_rechunk.ArrayRechunkRun):  # type: ignore[misc]
             )
         return keeper.output(self, partition_id, held)
 
-    async def fetched(self, worker: Worker, address: str, index: Index, which: bytes) -> Any:
-        """Return another worker's pieces of a block of the output."""
-        key = (_PIECES, self.id, self.run_id, index, which)
+    async def fetched(self, worker: Worker, address: str, asked: Asked) -> Any:
+        """Return another worker's pieces of blocks of the output."""
+        key = (_PIECES, self.id, self.run_id, asked)
 
         async def ask() -> Mapping[Hashable, Any]:
             self.raise_if_closed()
@@ -137,9 +143,9 @@ class DeviceRechunk(_rechunk.ArrayRechunkRun):  # type: ignore[misc]
         return found[key]
 
     async def close(self) -> None:
-        self.blocks = {}
+        self.blocks, self.coming = {}, {}
         await super().close()
-        self.blocks = {}  # of a task that came meanwhile
+        self.blocks, self.coming = {}, {}  # of a task that came meanwhile
 
 
 _newest: WeakValueDictionary[tuple[str, str], DeviceRechunk] = WeakValueDictionary()
@@ -183,10 +189,10 @@ def rechunking(worker: Worker, keeper: Keeper) -> Iterator[None]:
             key = next(iter(keys)) if len(keys) == 1 else None
             if not isinstance(key, tuple) or key[:1] != (_PIECES,):
                 return await get_data(comm, keys=keys, who=who, serializers=serializers)
-            _, shuffle, number, index, which = key
+            _, shuffle, number, asked = key
             data = {}
             if (run := _open_run(address, shuffle, number)) is not None:
-                found = await run.offload(keeper.pieces, run, index, which)
+                found = await run.offload(keeper.pieces, run, asked)
                 data[key] = to_serialize(found)
                 del found
             await comm.write({"status": "OK", "data": data}, serializers=serializers)

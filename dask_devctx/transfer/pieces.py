@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -158,6 +158,15 @@ class Pieces:
         target_strides = np.broadcast_to(_strides(whole, itemsize), shape.shape)
         source, target = (begin * strides).sum(1), (at * target_strides).sum(1)
         return cls(shape, source, strides, target, target_strides, itemsize)
+
+    @classmethod
+    def joined(cls, some: Sequence[Pieces]) -> Pieces:
+        """Return the pieces of several blocks, one block's after another's."""
+        names = ("shape", "source", "source_strides", "target", "target_strides")
+        found: dict[str, Any] = {
+            name: np.concatenate([getattr(one, name) for one in some]) for name in names
+        }
+        return replace(some[0], **found)
 
     def __len__(self) -> int:
         return len(self.shape)

@@ -13,12 +13,12 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from distributed import Worker
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.dask_internals.shuffles import DeviceRechunk, Held, Index
+from dask_devctx.dask_internals.shuffles import Asked, DeviceRechunk, Held, Index
 from dask_devctx.transfer import Stamp, device_of, nbytes_by_device, to_host
 from dask_devctx.transfer.ipc import lanes
 from dask_devctx.transfer.location import memory_of
@@ -31,6 +31,9 @@ from dask_devctx.worker.values.value import AWAY, Value
 if TYPE_CHECKING:
     from dask_devctx.transfer.pieces import Library, Pieces
     from dask_devctx.worker.values.store import Store
+
+# The part of a device's memory that pieces may take which a worker is asked for at once.
+_PART: Final = 256
 
 
 class Block(NamedTuple):
@@ -51,6 +54,14 @@ class Block(NamedTuple):
         offsets = {self.allocated: self.offset, self.nbytes: 0}
         at = offsets.get(block.nbytes)
         return None if at is None else block.address + at
+
+
+class Coming(NamedTuple):
+    """Pieces of a block of the output in a run of bytes that a worker was asked for."""
+
+    future: Future[Any]
+    offset: int
+    shared: bool  # with other blocks of the output
 
 
 class Rechunks:
@@ -102,40 +113,84 @@ class Rechunks:
             return to_host(made) if current is None else made
 
     def _made(self, run: DeviceRechunk, index: Index, held: Sequence[Held], device: Device) -> Any:
-        import numpy as np
-
-        library, shape, pieces = _plan(run, index, held[0])
+        library, shape, pieces = run.plans.pop(index, None) or _plan(run, index, held[0])
         made = self._empty(library, shape, held[0].dtype, device, pieces.nbytes)
         pointer = library.pointer(made)
-        addresses = np.array([one.address for one in held])
-        here = addresses == run.local_address
-        coming: list[tuple[Any, Future[Any]]] = []
-        try:
-            for address in dict.fromkeys(addresses[~here].tolist()):
-                which = addresses == address
-                if pieces[which].nbytes:
-                    asked = run.fetched(self._worker, address, index, np.packbits(which).tobytes())
-                    loop = self._worker.loop.asyncio_loop
-                    coming.append((which, asyncio.run_coroutine_threadsafe(asked, loop)))
+        kept = _by_address(held)
+        here = kept.pop(run.local_address, None)
+        coming = [
+            (self._asked(run, index, address, which, pieces), address, which)
+            for address, which in kept.items()
+            if pieces[which].nbytes
+        ]
+        if here is not None:
             self._gather(_blocks(run, index, here), pieces[here], library, pointer, device)
-            while coming:
-                which, future = coming.pop()
-                self._land(future.result(), pieces[which], library, pointer, device)
-        finally:
-            for _, future in coming:
-                future.cancel()
+        while coming:
+            one, address, which = coming.pop()
+            try:
+                packed, offset = one.future.result(), one.offset
+            except Exception:
+                if not one.shared:
+                    raise
+                packed, offset = self._fetched(run, address, [(index, which)]).result(), 0
+            self._land(packed, pieces[which], library, pointer, device, offset)
         return made
 
-    def pieces(self, run: DeviceRechunk, index: Index, which: bytes) -> Any:
-        """Return this worker's pieces of a block of the output as one value; on any thread."""
+    def _asked(
+        self, run: DeviceRechunk, index: Index, address: str, which: Any, pieces: Pieces
+    ) -> Coming:
+        """Ask a worker for its pieces of a block of the output, and of the next ones at once."""
+        with run.lock:
+            if (index, address) in run.coming:
+                found: Coming = run.coming.pop((index, address))
+                return found
+            asked, ends = [(index, which)], [0, pieces[which].nbytes]
+            mine = run.partitions_of[run.local_address]
+            # With several devices here, the next blocks may be made on another one.
+            ahead = len(self._devices) == 1
+            most = (self._devices[0].info.total_memory or 0) // _PART if ahead else 0
+            for other in mine[mine.index(index) + 1 :]:
+                held = [one for at in run.sources(other) if (one := run.held.get(at))]
+                if ends[-1] >= most or len(held) < len(run.sources(other)):
+                    break
+                which = _by_address(held).get(address)
+                if which is None or (other, address) in run.asked:
+                    continue
+                if other not in run.plans:
+                    run.plans[other] = _plan(run, other, held[0])
+                asked.append((other, which))
+                ends.append(ends[-1] + run.plans[other][2][which].nbytes)
+            future = self._fetched(run, address, asked)
+            run.asked |= {(other, address) for other, _ in asked}
+            for (other, _), offset in zip(asked[1:], ends[1:-1], strict=True):
+                run.coming[other, address] = Coming(future, offset, shared=True)
+            return Coming(future, 0, shared=len(asked) > 1)
+
+    def _fetched(
+        self, run: DeviceRechunk, address: str, asked: Sequence[tuple[Index, Any]]
+    ) -> Future[Any]:
         import numpy as np
 
-        bits = np.unpackbits(np.frombuffer(which, np.uint8)).astype(bool)
-        blocks = _blocks(run, index, bits)
-        library, _, pieces = _plan(run, index, blocks[0].held)
+        bits = tuple((index, np.packbits(which).tobytes()) for index, which in asked)
+        return asyncio.run_coroutine_threadsafe(
+            run.fetched(self._worker, address, bits), self._worker.loop.asyncio_loop
+        )
+
+    def pieces(self, run: DeviceRechunk, asked: Asked) -> Any:
+        """Return this worker's pieces of blocks of the output as one value; on any thread."""
+        import numpy as np
+
+        blocks: list[Block] = []
+        plans = []
+        for index, which in asked:
+            bits = np.unpackbits(np.frombuffer(which, np.uint8)).astype(bool)
+            found = _blocks(run, index, bits)
+            library, _, pieces = _plan(run, index, found[0].held)
+            blocks += found
+            plans.append(pieces[bits[: len(pieces)]])
         homes = [next(iter(block.value.nbytes), None) for block in blocks]
         device = max(self._devices, key=homes.count)
-        return self._packed(blocks, pieces[bits[: len(pieces)]], library, device)
+        return self._packed(blocks, type(plans[0]).joined(plans), library, device)
 
     def _packed(
         self, blocks: Sequence[Block], pieces: Pieces, library: Library, device: Device
@@ -182,7 +237,13 @@ class Rechunks:
                 spill.unpin([value])
 
     def _land(
-        self, packed: Any, pieces: Pieces, library: Library, pointer: int, device: Device
+        self,
+        packed: Any,
+        pieces: Pieces,
+        library: Library,
+        pointer: int,
+        device: Device,
+        offset: int = 0,
     ) -> None:
         """Copy pieces from a run of bytes, on any device, to their places on the current one."""
         source = device_of(packed)
@@ -193,7 +254,7 @@ class Rechunks:
             if self._copies is not None:
                 took = time.perf_counter() - start
                 self._copies.counts.copied({source: pieces.nbytes}, device, begun, took, timed)
-        _copy(pieces.packed()[1], library.pointer(packed), pointer, device)
+        _copy(pieces.packed()[1], library.pointer(packed) + offset, pointer, device)
 
     def _empty(
         self, library: Library, shape: tuple[int, ...], dtype: Any, device: Device, nbytes: int
@@ -239,6 +300,14 @@ def _copy(
         lanes.drop(lane)
         raise
     lanes.finish(lane)
+
+
+def _by_address(held: Iterable[Held | None]) -> dict[str, Any]:
+    """Return which of some blocks each worker keeps."""
+    import numpy as np
+
+    addresses = np.array([one and one.address for one in held])
+    return {address: addresses == address for address in dict.fromkeys(addresses.tolist())}
 
 
 def _blocks(run: DeviceRechunk, index: Index, which: Any) -> list[Block]:
