@@ -67,8 +67,11 @@ _BY_OWNER: Final = {
     "distributed.protocol.serialize:": "dask_deserialize._lookup dask_serialize._lookup Serialized",
     "distributed.shuffle._exceptions:": "P2PConsistencyError",
     "distributed.shuffle._rechunk:ArrayRechunkRun.": (
-        "_receive add_partition close get_output_partition inputs_done offload send"
+        "_receive add_partition barrier close get_output_partition inputs_done offload send"
     ),
+    "distributed.shuffle._core:": "barrier_key",
+    "distributed.shuffle._rechunk:": "rechunk_unpack",
+    "distributed.shuffle._scheduler_plugin:ShuffleSchedulerPlugin.": "_set_restriction",
     "distributed.shuffle._worker_plugin:ShuffleWorkerPlugin.": (
         "get_or_create_shuffle get_shuffle_run"
     ),
@@ -111,7 +114,8 @@ ON_A_WORKER, ON_A_SCHEDULER = (
         "periodic_callbacks[heartbeat] state.actors state.data state.transfer_message_bytes_limit "
         "stream_handlers[close] stream_handlers[compute-task] stream_handlers[free-keys] "
         "stream_handlers[remove-worker]",
-        "handlers handlers[processing] handlers[unregister] host_info rpc running "
+        "handlers handlers[processing] handlers[unregister] host_info "
+        "plugins[shuffle].active_shuffles rpc running "
         "stream_handlers[task-erred]",
     )
 )

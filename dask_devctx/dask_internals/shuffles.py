@@ -8,13 +8,13 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import product
 from typing import Any, Final, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
-from distributed import Status, Worker
+from distributed import Scheduler, Status, Worker
 from distributed.protocol import to_serialize
 from distributed.shuffle import _rechunk
+from distributed.shuffle._core import barrier_key
 from distributed.shuffle._exceptions import P2PConsistencyError
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 from distributed.utils_comm import retry
@@ -23,8 +23,6 @@ from dask_devctx.dask_internals.connections import data_of
 from dask_devctx.dask_internals.worker import wrapped_handler
 
 Index = tuple[int, ...]
-# Blocks of the output, each with a bit for each block that it is made of.
-Asked = tuple[tuple[Index, bytes], ...]
 _PIECES: Final = "devctx-pieces"  # begins the key of pieces that a worker asks another for
 
 
@@ -43,10 +41,13 @@ class Keeper(Protocol):
     def keep(self, run: DeviceRechunk, index: Index, block: Any) -> Held | None:
         """Keep a block in the run, and tell about it; None for a block in host memory."""
 
-    def output(self, run: DeviceRechunk, index: Index, held: Sequence[Held]) -> Any:
-        """Return a block of the output, from the blocks that it is made of, in their order."""
+    async def lead_outputs(self, run: DeviceRechunk) -> None:
+        """Have each task that makes a block of the output sent to the block's worker at once."""
 
-    def pieces(self, run: DeviceRechunk, asked: Asked) -> Any:
+    def output(self, run: DeviceRechunk, index: Index) -> Any:
+        """Return a block of the output; None if it is made of no blocks on devices."""
+
+    def pieces(self, run: DeviceRechunk, asked: Sequence[Index]) -> Any:
         """Return this worker's pieces of blocks of the output as one value; on any thread."""
 
 
@@ -61,27 +62,16 @@ class DeviceRechunk(_rechunk.ArrayRechunkRun):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.blocks: dict[Index, Any] = {}  # what this worker keeps
         self.held: dict[Index, Held] = {}  # by all workers
-        # Of blocks of the output: pieces that other workers were asked for and those on their way
-        # here, by the worker, and what was computed.
-        self.asked: set[tuple[Index, str]] = set()
-        self.coming: dict[tuple[Index, str], Any] = {}
-        self.plans: dict[Index, Any] = {}
+        self.grid: Any = None  # the keeper's, of the blocks and of pieces on their way here
         self.lock = threading.Lock()
         _newest[self.local_address, self.id] = self
 
     @cached_property
-    def _axes(self) -> Any:
+    def axes(self) -> list[list[list[tuple[int, slice]]]]:
+        """By axis and place in the output: the blocks of the input there, and a slice of each."""
         from dask.array.rechunk import old_to_new  # which needs NumPy
 
-        return old_to_new(self.old, self.new)
-
-    def parts(self, index: Index) -> list[list[tuple[int, slice]]]:
-        """Return, by axis, the blocks that make a block of the output, and a slice of each."""
-        return [axis[at] for axis, at in zip(self._axes, index, strict=True)]
-
-    def sources(self, index: Index) -> list[Index]:
-        """Return the blocks that make a block of the output."""
-        return [*product(*([block for block, _ in axis] for axis in self.parts(index)))]
+        return old_to_new(self.old, self.new)  # type: ignore[no-any-return]
 
     def add_partition(self, data: Any, partition_id: Index) -> int:
         keeper = _keepers.get(self.local_address)
@@ -95,40 +85,40 @@ class DeviceRechunk(_rechunk.ArrayRechunkRun):  # type: ignore[misc]
             self.raise_if_closed()
         return int(self.run_id)
 
+    async def barrier(self, run_ids: Sequence[int]) -> int:
+        keeper = _keepers.get(self.local_address)
+        if self.held and keeper is not None:
+            await keeper.lead_outputs(self)
+        return int(await super().barrier(run_ids))
+
     async def inputs_done(self) -> None:
         await super().inputs_done()
-        # dask's messages have numbers and bytes.
-        said = [
-            (index, pickle.dumps(held))
-            for index, held in self.held.items()
-            if held.address == self.local_address
-        ]
-        others = self.partitions_of.keys() - {self.local_address} if said else ()
+        mine = {at: held for at, held in self.held.items() if held.address == self.local_address}
+        if not mine:
+            return
+        said = [(next(iter(mine)), pickle.dumps(mine))]  # dask's messages have indices and bytes
+        others = self.partitions_of.keys() - {self.local_address}
         for answer in await asyncio.gather(*(self.send(address, said) for address in others)):
             if answer["status"] == "error":
                 raise P2PConsistencyError(f"a worker of {self} does not take part any more")
 
     async def _receive(self, data: list[tuple[Index, Any]]) -> None:
         self.raise_if_closed()
-        self.held |= {at: pickle.loads(said) for at, said in data if isinstance(said, bytes)}
+        for _, said in data:
+            if isinstance(said, bytes):
+                self.held |= pickle.loads(said)
         await super()._receive([one for one in data if not isinstance(one[1], bytes)])
 
     def get_output_partition(self, partition_id: Index, key: Any, **kwargs: Any) -> Any:
         keeper = _keepers.get(self.local_address)
         self.raise_if_closed()
-        found = [self.held.get(block) for block in self.sources(partition_id)]
-        held = [one for one in found if one is not None]
-        elsewhere = self.worker_for[partition_id] != self.local_address
-        if not held or keeper is None or elsewhere or not self.transferred:
+        here = self.worker_for[partition_id] == self.local_address and self.transferred
+        made = keeper.output(self, partition_id) if here and self.held and keeper else None
+        if made is None:
             return super().get_output_partition(partition_id, key, **kwargs)
-        if len({(one and one[1:3]) for one in found}) > 1:
-            raise TypeError(
-                "dask's P2P rechunk cannot join arrays on devices with arrays of another library "
-                "or type, or in host memory: " + ", ".join({str(one and one[1:3]) for one in found})
-            )
-        return keeper.output(self, partition_id, held)
+        return made
 
-    async def fetched(self, worker: Worker, address: str, asked: Asked) -> Any:
+    async def fetched(self, worker: Worker, address: str, asked: tuple[Index, ...]) -> Any:
         """Return another worker's pieces of blocks of the output."""
         key = (_PIECES, self.id, self.run_id, asked)
 
@@ -143,9 +133,9 @@ class DeviceRechunk(_rechunk.ArrayRechunkRun):  # type: ignore[misc]
         return found[key]
 
     async def close(self) -> None:
-        self.blocks, self.coming = {}, {}
+        self.blocks, self.grid = {}, None
         await super().close()
-        self.blocks, self.coming = {}, {}  # of a task that came meanwhile
+        self.blocks, self.grid = {}, None  # of a task that came meanwhile
 
 
 _newest: WeakValueDictionary[tuple[str, str], DeviceRechunk] = WeakValueDictionary()
@@ -214,3 +204,28 @@ def rechunking(worker: Worker, keeper: Keeper) -> Iterator[None]:
         if not _keepers:
             for owner, name, _, theirs in _REPLACED:
                 setattr(owner, name, theirs)
+
+
+def lead_outputs(scheduler: Scheduler, shuffle: str, number: int) -> None:
+    """Send each task that makes a block of a rechunk's output to the block's worker at once.
+
+    dask lets it run anywhere, where it finds its worker out, and then again there.
+    """
+    plugin = scheduler.plugins["shuffle"]
+    state = plugin.active_shuffles.get(shuffle)
+    barrier = scheduler.tasks.get(barrier_key(shuffle))
+    if state is None or state.run_id != number or barrier is None:
+        return
+    for ts in barrier.dependents:
+        index = _output_of(ts.run_spec, shuffle)
+        if index is not None:
+            plugin._set_restriction(ts, state.run_spec.worker_for[index])
+
+
+def _output_of(spec: Any, shuffle: str) -> Index | None:
+    """Return the block of a rechunk's output that a task makes, maybe fused with other tasks."""
+    args: Any = getattr(spec, "args", ())
+    if getattr(spec, "func", None) is _rechunk.rechunk_unpack:
+        return args[1] if args[0] == shuffle else None
+    fused = (one for arg in args if isinstance(arg, dict) for one in arg.values())
+    return next((at for one in fused if (at := _output_of(one, shuffle)) is not None), None)

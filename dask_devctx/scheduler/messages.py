@@ -16,6 +16,8 @@ ANNOUNCE: Final = "devctx_announce"
 REFUSE: Final = "devctx_refuse"
 # A worker asks for the devices that are its own.
 CLAIM: Final = "devctx_claim"
+# All blocks of a P2P rechunk are kept: the tasks that make its output may run.
+RECHUNK: Final = "devctx_rechunk"
 # A worker's devices failed: the message, and the topic and the action of an event that says the
 # same; see :mod:`dask_devctx.worker.failures.attribution`.
 FAILED: Final = "devctx_device_failed"

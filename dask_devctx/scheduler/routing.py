@@ -27,6 +27,7 @@ from dask_devctx.annotations import (
 from dask_devctx.cuda.naming import DeviceInfo, Inventory
 from dask_devctx.dask_internals import check_scheduler
 from dask_devctx.dask_internals import scheduler as internals
+from dask_devctx.dask_internals.shuffles import lead_outputs
 from dask_devctx.errors import DevicesInUseError, LockDirectoryError, WorkerSetupError
 from dask_devctx.scheduler.cluster import Cluster, WorkerDevices
 from dask_devctx.scheduler.dashboard import device_pages
@@ -37,6 +38,7 @@ from dask_devctx.scheduler.messages import (
     CLAIM,
     FAILED,
     PROTOCOL,
+    RECHUNK,
     REFUSE,
     SHARE,
     TOPIC,
@@ -122,6 +124,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             REFUSE: self._refused,
             FAILED: self._device_failed,
             CLAIM: self._sharing.claim,
+            RECHUNK: self._rechunk,
         }
         handlers = {op: update_wrapper(partial(self._answer, op, a), a) for op, a in acts.items()}
         self._steps.enter_context(internals.answering(scheduler, handlers))
@@ -247,6 +250,9 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     def _device_failed(self, address: str, **failure: Any) -> None:
         self._suspects.failed(address, Failure(**failure))
+
+    def _rechunk(self, address: str, shuffle: str, number: int) -> None:
+        lead_outputs(self.scheduler, shuffle, number)
 
     async def _share(self, address: str, uuids: Sequence[str], version: int) -> None:
         told: Awaitable[object] = internals.ask(

@@ -176,30 +176,33 @@ class Pieces:
         strides = self.source_strides[which], self.target_strides[which]
         return Pieces(self.shape[which], source, strides[0], target, strides[1], self.itemsize)
 
-    @property
-    def nbytes(self) -> int:
-        return int(self._sizes().sum())
-
-    def _sizes(self) -> Any:
+    @functools.cached_property
+    def sizes(self) -> Any:
+        """The bytes of each."""
         return self.shape.prod(1) * self.itemsize
 
-    def packed(self) -> tuple[Pieces, Pieces]:
-        """Return the ways of the pieces into one run of bytes, and out of it."""
-        sizes, strides = self._sizes(), _strides(self.shape, self.itemsize)
-        at = sizes.cumsum() - sizes
-        shape, itemsize = self.shape, self.itemsize
-        return (
-            Pieces(shape, self.source, self.source_strides, at, strides, itemsize),
-            Pieces(shape, at, strides, self.target, self.target_strides, itemsize),
-        )
+    def packed(self) -> Pieces:
+        """Return the way of the pieces into one run of bytes."""
+        at = self.sizes.cumsum() - self.sizes
+        return replace(self, target=at, target_strides=_strides(self.shape, self.itemsize))
+
+    def unpacked(self, runs: Sequence[Any]) -> Pieces:
+        """Return the way of the pieces where some come from runs of bytes: which, for each run."""
+        dense = _strides(self.shape, self.itemsize)
+        source, strides = self.source.copy(), self.source_strides.copy()
+        for which in runs:
+            sizes = self.sizes[which]
+            source[which], strides[which] = sizes.cumsum() - sizes, dense[which]
+        return replace(self, source=source, source_strides=strides)
 
     def copy(self, lane: Lane, sources: Any, target: int, on_host: Any = False) -> None:
         """Enqueue the copies, from the addresses of the sources to that of the target."""
-        some = self._sizes() > 0
+        some = self.sizes > 0
         if not some.any():
             return
         sources, on_host = (np.broadcast_to(each, some.shape)[some] for each in (sources, on_host))
-        boxes = self[some]._boxes(np.asarray(sources, np.int64), target, on_host)
+        pieces = self if some.all() else self[some]
+        boxes = pieces._boxes(np.asarray(sources, np.int64), target, on_host)
         width, height, depth = (boxes[:, _FIELDS[name]] for name in ("width", "height", "depth"))
         long = width > _LONGEST
         for box in boxes[long]:

@@ -1,8 +1,8 @@
 """dask's P2P rechunk of arrays on devices: their blocks stay there until the last piece is read.
 
-An output block is allocated once, and the pieces are copied into their places in it. Those on its
-own device and those in host memory, spilled, come directly. Those on another device, or of another
-worker, are packed there into one run of bytes, which travels like any other value.
+An output block is allocated once, and all pieces are copied into their places in it at a time.
+Those on its own device and those in host memory, spilled, come directly. Those on another device,
+or of another worker, are packed there into one run of bytes, which travels like any other value.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import functools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -18,22 +19,25 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from distributed import Worker
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.dask_internals.shuffles import Asked, DeviceRechunk, Held, Index
+from dask_devctx.dask_internals.shuffles import DeviceRechunk, Held, Index
+from dask_devctx.scheduler.messages import PROTOCOL, RECHUNK
 from dask_devctx.transfer import Stamp, device_of, nbytes_by_device, to_host
 from dask_devctx.transfer.ipc import lanes
 from dask_devctx.transfer.location import memory_of
 from dask_devctx.transfer.move import Move
 from dask_devctx.transfer.traffic import timing
+from dask_devctx.worker.leases.registration import has_routing
 from dask_devctx.worker.values.copies import Copies
 from dask_devctx.worker.values.host_form import HostForm
 from dask_devctx.worker.values.value import AWAY, Value
 
 if TYPE_CHECKING:
-    from dask_devctx.transfer.pieces import Library, Pieces
+    from dask_devctx.transfer.pieces import Axis, Library, Pieces
     from dask_devctx.worker.values.store import Store
 
-# The part of a device's memory that pieces may take which a worker is asked for at once.
-_PART: Final = 256
+# The part of a device's memory for the pieces that a worker is asked for at once. While these are
+# used, the next are on their way.
+_PART: Final = 512
 
 
 class Block(NamedTuple):
@@ -56,12 +60,97 @@ class Block(NamedTuple):
         return None if at is None else block.address + at
 
 
+class Arrived(NamedTuple):
+    """Pieces that are packed in a run of bytes: which, the run, and where they begin in it."""
+
+    which: Any
+    packed: Any
+    offset: int = 0
+
+
 class Coming(NamedTuple):
     """Pieces of a block of the output in a run of bytes that a worker was asked for."""
 
     future: Future[Any]
     offset: int
     shared: bool  # with other blocks of the output
+
+
+class Plan(NamedTuple):
+    """How a block of the output is made; all but its shape for each of its pieces."""
+
+    library: Library
+    dtype: Any
+    shape: tuple[int, ...]
+    pieces: Pieces
+    owners: Any  # the numbers of the workers that keep them
+    blocks: Any  # that this worker keeps; None for others
+
+    def part(self, which: Any) -> tuple[Pieces, Any]:
+        """Return some of the pieces, and their blocks."""
+        return self.pieces[which], self.blocks[which]
+
+
+class Grid:
+    """The blocks of a rechunk in their order, all of which are kept; and pieces on their way."""
+
+    def __init__(self, run: DeviceRechunk) -> None:
+        import numpy as np
+
+        shape = tuple(map(len, run.old))
+        self.run = run
+        self.addresses = list(dict.fromkeys(one.address for one in run.held.values()))
+        self.types = list(dict.fromkeys(one[1:3] for one in run.held.values()))
+        self.owners = np.full(shape, -1)
+        self.kinds = np.full(shape, -1)
+        self.blocks = np.full(shape, None, object)
+        for at, held in run.held.items():
+            self.owners[at] = self.addresses.index(held.address)
+            self.kinds[at] = self.types.index(held[1:3])
+        for at, block in run.blocks.items():
+            self.blocks[at] = (block,)  # NumPy would look into it
+        self.mine = run.partitions_of.get(run.local_address, [])
+        self.places = {index: n for n, index in enumerate(self.mine)}
+        self.plans: dict[Index, Plan | None] = {}  # of blocks that are made soon
+        self.coming: dict[tuple[Index, int], Coming] = {}
+        self.asked: dict[int, int] = {}  # by worker: the place of the next block to ask it for
+        self._axis = functools.cache(self._axis)  # type: ignore[method-assign]
+
+    def plan(self, index: Index) -> Plan | None:
+        """Return how a block of the output is made; None if it is made of none on devices."""
+        import numpy as np
+
+        parts = [axis[at] for axis, at in zip(self.run.axes, index, strict=True)]
+        where = tuple(slice(part[0][0], part[-1][0] + 1) for part in parts)
+        kinds = self.kinds[where]
+        told = kinds[kinds >= 0]
+        if not told.size:
+            return None
+        if (told != told[0]).any():
+            raise _cannot_join(self.types[kind] for kind in np.unique(told))
+        name, dtype = self.types[told[0]]
+        first = np.argwhere(kinds >= 0)[0]
+        known = self.run.held[tuple(part[n][0] for part, n in zip(parts, first, strict=True))].shape
+        # An axis of unknown lengths keeps its blocks: each has the length of the output's.
+        axes = [
+            self._axis(n, at, size if self.run.old[n][0] != self.run.old[n][0] else None)
+            for n, (at, size) in enumerate(zip(index, known, strict=True))
+        ]
+        pieces = _pieces()
+        shape = tuple(int(axis.length.sum()) for axis in axes)
+        found = pieces.Pieces.between(axes, dtype.itemsize)
+        owners, blocks = self.owners[where].ravel(), self.blocks[where].ravel()
+        return Plan(pieces.named(name), dtype, shape, found, owners, blocks)
+
+    def _axis(self, axis: int, at: int, known: int | None) -> Axis:
+        import numpy as np
+
+        parts = self.run.axes[axis][at]
+        sizes = [self.run.old[axis][n] if known is None else known for n, _ in parts]
+        cut = [part.indices(size) for size, (_, part) in zip(sizes, parts, strict=True)]
+        begins, ends, _ = np.array(cut, np.int64).T
+        made: Axis = _pieces().Axis(np.array(sizes, np.int64), begins, ends - begins)
+        return made
 
 
 class Rechunks:
@@ -105,156 +194,156 @@ class Rechunks:
         run.blocks[index] = Block(held, value, nbytes, pointer - base, allocated)
         return held
 
-    def output(self, run: DeviceRechunk, index: Index, held: Sequence[Held]) -> Any:
-        """Return a block of the output, from the blocks that it is made of, in their order."""
+    async def lead_outputs(self, run: DeviceRechunk) -> None:
+        """Have each task that makes a block of the output sent to the block's worker at once."""
+        if has_routing(self._worker):
+            tell = getattr(self._worker.scheduler, RECHUNK)
+            said = {"shuffle": run.id, "number": run.run_id}
+            await tell(address=self._worker.address, protocol=PROTOCOL, **said)
+
+    def output(self, run: DeviceRechunk, index: Index) -> Any:
+        """Return a block of the output; None if it is made of no blocks on devices."""
+        grid = _grid(run)
+        plan = grid.plans.pop(index, None) or grid.plan(index)
+        if plan is None:
+            return None
+        if (plan.owners < 0).any():
+            raise _cannot_join([grid.types[0], "host memory"])
         current = Device.current()
         with current or self._devices[0] as device:
-            made = self._made(run, index, held, device)
+            made = self._made(grid, index, plan, device)
             return to_host(made) if current is None else made
 
-    def _made(self, run: DeviceRechunk, index: Index, held: Sequence[Held], device: Device) -> Any:
-        library, shape, pieces = run.plans.pop(index, None) or _plan(run, index, held[0])
-        made = self._empty(library, shape, held[0].dtype, device, pieces.nbytes)
-        pointer = library.pointer(made)
-        kept = _by_address(held)
-        here = kept.pop(run.local_address, None)
-        coming = [
-            (self._asked(run, index, address, which, pieces), address, which)
-            for address, which in kept.items()
-            if pieces[which].nbytes
-        ]
-        if here is not None:
-            self._gather(_blocks(run, index, here), pieces[here], library, pointer, device)
-        while coming:
-            one, address, which = coming.pop()
+    def _made(self, grid: Grid, index: Index, plan: Plan, device: Device) -> Any:
+        sizes = plan.pieces.sizes
+        made = self._empty(plan.library, plan.shape, plan.dtype, device, int(sizes.sum()))
+        coming = []
+        for owner, address in enumerate(grid.addresses):
+            which = plan.owners == owner
+            if address != self._worker.address and sizes[which].any():
+                coming.append((self._asked(grid, index, owner), owner, which))
+        arrived = []
+        for one, owner, which in coming:
             try:
-                packed, offset = one.future.result(), one.offset
+                found = Arrived(which, one.future.result(), one.offset)
             except Exception:
                 if not one.shared:
                     raise
-                packed, offset = self._fetched(run, address, [(index, which)]).result(), 0
-            self._land(packed, pieces[which], library, pointer, device, offset)
+                found = Arrived(which, self._fetched(grid, owner, (index,)).result())
+            arrived.append(found._replace(packed=self._moved(found, sizes, device)))
+        pointer = plan.library.pointer(made)
+        self._gather(plan.blocks, plan.pieces, plan.library, pointer, device, arrived)
         return made
 
-    def _asked(
-        self, run: DeviceRechunk, index: Index, address: str, which: Any, pieces: Pieces
-    ) -> Coming:
-        """Ask a worker for its pieces of a block of the output, and of the next ones at once."""
-        with run.lock:
-            if (index, address) in run.coming:
-                found: Coming = run.coming.pop((index, address))
-                return found
-            asked, ends = [(index, which)], [0, pieces[which].nbytes]
-            mine = run.partitions_of[run.local_address]
-            # With several devices here, the next blocks may be made on another one.
-            ahead = len(self._devices) == 1
-            most = (self._devices[0].info.total_memory or 0) // _PART if ahead else 0
-            for other in mine[mine.index(index) + 1 :]:
-                held = [one for at in run.sources(other) if (one := run.held.get(at))]
-                if ends[-1] >= most or len(held) < len(run.sources(other)):
-                    break
-                which = _by_address(held).get(address)
-                if which is None or (other, address) in run.asked:
-                    continue
-                if other not in run.plans:
-                    run.plans[other] = _plan(run, other, held[0])
-                asked.append((other, which))
-                ends.append(ends[-1] + run.plans[other][2][which].nbytes)
-            future = self._fetched(run, address, asked)
-            run.asked |= {(other, address) for other, _ in asked}
-            for (other, _), offset in zip(asked[1:], ends[1:-1], strict=True):
-                run.coming[other, address] = Coming(future, offset, shared=True)
-            return Coming(future, 0, shared=len(asked) > 1)
+    def _asked(self, grid: Grid, index: Index, owner: int) -> Coming:
+        """Return what a worker was asked for, and ask it for pieces of the next blocks."""
+        with grid.run.lock:
+            found = grid.coming.pop((index, owner), None)
+            if found is None:
+                self._ask(grid, owner, grid.places[index])
+                found = grid.coming.pop((index, owner))
+            if found.offset == 0:
+                self._ask(grid, owner, grid.asked[owner])
+            return found
 
-    def _fetched(
-        self, run: DeviceRechunk, address: str, asked: Sequence[tuple[Index, Any]]
-    ) -> Future[Any]:
-        import numpy as np
+    def _ask(self, grid: Grid, owner: int, begin: int) -> None:
+        """Ask a worker for its pieces of a block of this worker's, and of the next ones."""
+        # With several devices here, the next blocks may be made on another one.
+        ahead = len(self._devices) == 1
+        most = (self._devices[0].info.total_memory or 0) // _PART if ahead else 0
+        asked: list[Index] = []
+        ends, place = [0], begin
+        for place, index in enumerate(grid.mine[begin:], begin):
+            if asked and ends[-1] >= most:
+                break
+            plan = grid.plans[index] = grid.plans.get(index) or grid.plan(index)
+            nbytes = 0 if plan is None else int(plan.pieces.sizes[plan.owners == owner].sum())
+            if nbytes and (place == begin or place >= grid.asked.get(owner, 0)):
+                asked.append(index)
+                ends.append(ends[-1] + nbytes)
+        else:
+            place = len(grid.mine)
+        grid.asked[owner] = max(place, grid.asked.get(owner, 0))
+        if asked:
+            future = self._fetched(grid, owner, tuple(asked))
+            for index, offset in zip(asked, ends, strict=False):
+                grid.coming[index, owner] = Coming(future, offset, len(asked) > 1)
 
-        bits = tuple((index, np.packbits(which).tobytes()) for index, which in asked)
-        return asyncio.run_coroutine_threadsafe(
-            run.fetched(self._worker, address, bits), self._worker.loop.asyncio_loop
-        )
+    def _fetched(self, grid: Grid, owner: int, asked: tuple[Index, ...]) -> Future[Any]:
+        fetched = grid.run.fetched(self._worker, grid.addresses[owner], asked)
+        return asyncio.run_coroutine_threadsafe(fetched, self._worker.loop.asyncio_loop)
 
-    def pieces(self, run: DeviceRechunk, asked: Asked) -> Any:
+    def pieces(self, run: DeviceRechunk, asked: Sequence[Index]) -> Any:
         """Return this worker's pieces of blocks of the output as one value; on any thread."""
         import numpy as np
 
-        blocks: list[Block] = []
-        plans = []
-        for index, which in asked:
-            bits = np.unpackbits(np.frombuffer(which, np.uint8)).astype(bool)
-            found = _blocks(run, index, bits)
-            library, _, pieces = _plan(run, index, found[0].held)
-            blocks += found
-            plans.append(pieces[bits[: len(pieces)]])
-        homes = [next(iter(block.value.nbytes), None) for block in blocks]
-        device = max(self._devices, key=homes.count)
-        return self._packed(blocks, type(plans[0]).joined(plans), library, device)
+        grid = _grid(run)
+        owner = grid.addresses.index(self._worker.address)
+        plans = [plan for index in asked if (plan := grid.plan(index)) is not None]
+        parts = [plan.part(plan.owners == owner) for plan in plans]
+        pieces = _pieces().Pieces.joined([pieces for pieces, _ in parts])
+        blocks = np.concatenate([blocks for _, blocks in parts])
+        homes = Counter(next(iter(block.value.nbytes), None) for (block,) in blocks)
+        device = max(self._devices, key=homes.__getitem__)
+        return self._packed(blocks, pieces, plans[0].library, device)
 
-    def _packed(
-        self, blocks: Sequence[Block], pieces: Pieces, library: Library, device: Device
-    ) -> Any:
+    def _packed(self, blocks: Any, pieces: Pieces, library: Library, device: Device) -> Any:
         """Return pieces of this worker's blocks as one run of bytes on a device."""
+        nbytes = int(pieces.sizes.sum())
         with device:
-            packed = self._empty(library, (pieces.nbytes,), None, device, pieces.nbytes)
-            self._gather(blocks, pieces.packed()[0], library, library.pointer(packed), device)
+            packed = self._empty(library, (nbytes,), None, device, nbytes)
+            self._gather(blocks, pieces.packed(), library, library.pointer(packed), device, [])
         return packed
 
     def _gather(
         self,
-        blocks: Sequence[Block],
+        blocks: Any,
         pieces: Pieces,
         library: Library,
         pointer: int,
         device: Device,
+        arrived: list[Arrived],
     ) -> None:
-        """Copy pieces of this worker's blocks to their places on the current device; waits."""
+        """Copy pieces to their places on the current device: of blocks, and arrived; waits."""
         import numpy as np
 
         pinned: list[Value] = []
+        addresses, on_host = np.zeros(len(pieces), np.int64), np.zeros(len(pieces), bool)
+        far: dict[Device, list[int]] = {}
+        kept = []
         try:
-            found = [_source(block, library, device, pinned) for block in blocks]
-            homes = np.array([-1 if at is None else at.device_id for _, at, _ in found], int)
-            addresses = np.array([address for address, _, _ in found], np.int64)
-            on_host = homes == -1
-            near = on_host | (homes == device.device_id)
+            for n in (blocks != None).nonzero()[0].tolist():  # noqa: E711
+                address, home, whole = _source(blocks[n][0], library, device, pinned)
+                kept.append(whole)
+                addresses[n], on_host[n] = address, home is None
+                if home is not None and home is not device:
+                    far.setdefault(home, []).append(n)
+            for home, which in far.items():
+                one = Arrived(which, self._packed(blocks[which], pieces[which], library, home))
+                arrived.append(one._replace(packed=self._moved(one, pieces.sizes, device)))
+            for one in arrived:
+                addresses[one.which] = library.pointer(one.packed) + one.offset
+            if arrived:
+                pieces = pieces.unpacked([one.which for one in arrived])
             after = [value.work() for value in pinned if device in value.nbytes]
-            _copy(pieces[near], addresses[near], pointer, device, on_host[near], after)
-            for other in {at for _, at, _ in found if at is not None} - {device}:
-                far = homes == other.device_id
-                some = [blocks[i] for i in far.nonzero()[0]]
-                self._land(
-                    self._packed(some, pieces[far], library, other),
-                    pieces[far],
-                    library,
-                    pointer,
-                    device,
-                )
+            _copy(pieces, addresses, pointer, device, on_host, after)
         finally:
             for value in pinned:
                 spill: Any = value.spill
                 spill.unpin([value])
 
-    def _land(
-        self,
-        packed: Any,
-        pieces: Pieces,
-        library: Library,
-        pointer: int,
-        device: Device,
-        offset: int = 0,
-    ) -> None:
-        """Copy pieces from a run of bytes, on any device, to their places on the current one."""
-        source = device_of(packed)
-        if source is not None and source is not device:
-            begun, start = time.time(), time.perf_counter()
-            with timing() as timed:
-                packed = Move(device, guard_source=False, read_only=True).run(packed)
-            if self._copies is not None:
-                took = time.perf_counter() - start
-                self._copies.counts.copied({source: pieces.nbytes}, device, begun, took, timed)
-        _copy(pieces.packed()[1], library.pointer(packed) + offset, pointer, device)
+    def _moved(self, arrived: Arrived, sizes: Any, device: Device) -> Any:
+        """Return a run of bytes on the current device."""
+        packed, source = arrived.packed, device_of(arrived.packed)
+        if source is None or source is device:
+            return packed
+        begun, start = time.time(), time.perf_counter()
+        with timing() as timed:
+            packed = Move(device, guard_source=False, read_only=True).run(packed)
+        if self._copies is not None:
+            took, nbytes = time.perf_counter() - start, int(sizes[arrived.which].sum())
+            self._copies.counts.copied({source: nbytes}, device, begun, took, timed)
+        return packed
 
     def _empty(
         self, library: Library, shape: tuple[int, ...], dtype: Any, device: Device, nbytes: int
@@ -262,6 +351,24 @@ class Rechunks:
         store = self._store()
         make = functools.partial(library.empty, shape, dtype, device)
         return make() if store is None else store.spill.allocated(device, nbytes, make)
+
+
+def _grid(run: DeviceRechunk) -> Grid:
+    """Return the grid of a run, which all workers have told of their blocks."""
+    with run.lock:
+        grid: Grid | None = run.grid
+        if grid is None:
+            grid = Grid(run)
+            run.raise_if_closed()
+            run.grid = grid
+        return grid
+
+
+def _cannot_join(types: Iterable[object]) -> TypeError:
+    return TypeError(
+        "dask's P2P rechunk cannot join arrays on devices with arrays of another library or type, "
+        f"or in host memory: {', '.join(map(str, types))}"
+    )
 
 
 def _source(
@@ -300,35 +407,6 @@ def _copy(
         lanes.drop(lane)
         raise
     lanes.finish(lane)
-
-
-def _by_address(held: Iterable[Held | None]) -> dict[str, Any]:
-    """Return which of some blocks each worker keeps."""
-    import numpy as np
-
-    addresses = np.array([one and one.address for one in held])
-    return {address: addresses == address for address in dict.fromkeys(addresses.tolist())}
-
-
-def _blocks(run: DeviceRechunk, index: Index, which: Any) -> list[Block]:
-    """Return the chosen ones of the blocks that make a block of the output."""
-    return [run.blocks[at] for at, mine in zip(run.sources(index), which, strict=False) if mine]
-
-
-def _plan(run: DeviceRechunk, index: Index, held: Held) -> tuple[Library, tuple[int, ...], Pieces]:
-    """Return the library of a block of the output, its shape, and its pieces."""
-    import numpy as np
-
-    pieces, axes = _pieces(), []
-    for parts, old, known in zip(run.parts(index), run.old, held.shape, strict=True):
-        # An axis of unknown lengths keeps its blocks: each has the length of the output's.
-        sizes = [known if old[at] != old[at] else old[at] for at, _ in parts]
-        cut = [part.indices(size) for size, (_, part) in zip(sizes, parts, strict=True)]
-        begins, ends, _ = np.array(cut, np.int64).T
-        axes.append(pieces.Axis(np.array(sizes, np.int64), begins, ends - begins))
-    library = pieces.named(held.library)
-    found = pieces.Pieces.between(axes, held.dtype.itemsize)
-    return library, tuple(int(axis.length.sum()) for axis in axes), found
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from cuda.bindings.driver import CUresult
-from distributed import Client, Worker, wait
+from distributed import Client, Worker, futures_of, wait
 from distributed.shuffle import _rechunk
 from distributed.utils_test import async_poll_for
 
@@ -236,6 +236,19 @@ async def test_numpys_arrays_are_dasks_own(client: Any) -> None:
     found = await client.compute(rechunked(x, (40, N)))
     assert type(found) is np.ndarray
     assert (found == numbers()).all()
+
+
+@with_plugin(4, 4)
+async def test_blocks_are_made_at_the_first_try_on_each_worker(client: Any, scheduler: Any) -> None:
+    x = client.persist(on_devices(numbers(), (N, 40)))
+    for task in (lambda y: y, read):  # a block alone, and with a task that dask fuses with it
+        y = client.persist(task(rechunked(x, (40, N))))
+        await wait(y)
+        made = [scheduler.tasks[future.key] for future in futures_of(y)]
+        for ts in made:
+            assert [row[2] for row in scheduler.story(ts)].count("processing") == 1
+        assert {len(ws.has_what & {*made}) for ws in scheduler.workers.values()} == {N // 40 // 2}
+        del y
 
 
 class Other(SimulatedArray):
