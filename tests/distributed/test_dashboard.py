@@ -67,9 +67,6 @@ async def test_other_programs_find_each_plot(client: Any, scheduler: Any) -> Non
         f"Individual Device {name.title()}": f"/individual-device-{name}"
         for name in ("glance", "timeline", "memory", "utilization", "transfers", "failures")
     }
-    for theme in ("light", "dark", "neither"):
-        text = (await page(scheduler, f"individual-device-memory?theme={theme}")).body.decode()
-        assert f"color-scheme: {'dark' if theme == 'dark' else 'light'}" in text
 
 
 @on_cluster(2, scheduler_kwargs={**SHOWN, "http_prefix": "/proxied"})

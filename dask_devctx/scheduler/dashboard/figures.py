@@ -1,16 +1,16 @@
-"""The parts that the plots share: colours, axes, lanes, rows, and the text under the mouse."""
+"""The parts that the plots share: colours, axes, rows, and the text under the mouse."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from bokeh.models import ColumnDataSource, DataRange1d, FactorRange, HoverTool
 from bokeh.plotting import figure
 
-from dask_devctx.scheduler.dashboard.feed import HOST_PADDING, Batch
+from dask_devctx.scheduler.dashboard.feed import Batch
 
 # Without a sample for this long, a device's worker is gone or very busy.
 STALE_S: Final = 3.0
@@ -24,98 +24,60 @@ _CLOCK: Final = {
     **dict.fromkeys(("seconds", "minsec", "minutes", "hourmin", "hours"), "%H:%M:%S"),
 }
 
-
-class Colours(NamedTuple):
-    """The colours of a light or a dark page, and Bokeh's theme for it."""
-
-    name: str
-    theme: str | None
-    page: str
-    text: str
-    faint: str
-    grid: str
-    lane: str
-
-
-LIGHT: Final = Colours("light", None, "#ffffff", "#222222", "#666666", "#dddddd", "#eeeeee")
-DARK: Final = Colours("dark", "dark_minimal", "#15191c", "#e0e0e0", "#a0a4a8", "#3a3f44", "#2c3238")
-
 FAILED: Final = "#e31a1c"
 SPILLED: Final = "#e08a1e"
-# Copies, by their transport, and the words for it.
-COPIES: Final[Mapping[str, str]] = {
-    "peer": "#2ca02c",
-    "ipc": "#17a2b8",
-    "host": "#c2449b",
-    "spill": SPILLED,
+# The words for the transports of copies, and their colours.
+TRANSPORTS: Final[Mapping[str, tuple[str, str]]] = {
+    "peer": ("within a worker", "#2ca02c"),
+    "ipc": ("between workers", "#17a2b8"),
+    "host": ("through the host", "#c2449b"),
+    "spill": ("spilled, or back", SPILLED),
 }
-TRANSPORTS: Final[Mapping[str, str]] = {
-    "peer": "within a worker",
-    "ipc": "between workers",
-    "host": "through the host",
-    "spill": "spilled, or back",
-}
-OTHER: Final = "#7f7f7f"
 # The columns of a rectangle's sides.
 BOX: Final = {name: name for name in ("left", "right", "bottom", "top")}
 
 
-class TimeAxis:
-    """The time that several plots of one document show.
+def transport(name: str) -> tuple[str, str]:
+    """Return the words for a transport, and its colour."""
+    return TRANSPORTS.get(name, (f"by {name}", "#7f7f7f"))
 
-    It follows the scheduler's clock until somebody pans or zooms; the tool "Reset" makes it follow
-    again.
+
+class Axes:
+    """The time and the lanes that the plots of one document share.
+
+    The time follows the scheduler's clock until somebody pans or zooms; the tool "Reset" makes it
+    follow again.
     """
 
     def __init__(self) -> None:
-        self.range = DataRange1d(
+        self._times = DataRange1d(
             follow="end", follow_interval=1000 * WINDOW_S, range_padding=0, only_visible=False
         )
+        self._lanes = FactorRange(factors=[""], factor_padding=0)
         self._window = ColumnDataSource({"time": [0, 1000 * WINDOW_S], "height": [0.5, 0.5]})
 
-    def follow(self, plot: figure) -> None:
-        """Let the axis end at the time of the latest batch."""
+    def plot(self, name: str, title: str) -> figure:
+        """Return an empty plot of lanes over time."""
+        plot = figure(
+            name=name, title=title, x_range=self._times, y_range=self._lanes,
+            x_axis_type="datetime", tools="xpan,xwheel_zoom,xbox_zoom,reset,save",
+            toolbar_location="above", sizing_mode="stretch_both", outline_line_color=None,
+            output_backend="canvas",
+        )  # fmt: skip
+        plot.toolbar.logo = None
+        plot.axis.major_tick_line_color = None
+        plot.ygrid.grid_line_color = None
+        plot.xaxis.formatter.update(context=None, strip_leading_zeros=False, **_CLOCK)
+        plot.xaxis.axis_label = "time of day"
         mark = plot.scatter(x="time", y="height", source=self._window, alpha=0, size=0)
-        self.range.renderers = [mark]
+        self._times.renderers = [mark]  # the time ends at the latest batch
+        return plot
 
     def show(self, batch: Batch) -> None:
         times = [batch.ms(batch.now - WINDOW_S), batch.ms(batch.now)]
         self._window.data = {"time": times, "height": [0.5, 0.5]}
-
-
-class LaneAxis:
-    """The lanes that several plots of one document show: of all work, or of devices only."""
-
-    def __init__(self, *, devices: bool) -> None:
-        self._only_devices = devices
-        self.range = FactorRange(
-            factors=[""], group_padding=HOST_PADDING, factor_padding=0, range_padding=0.1,
-            range_padding_units="absolute",
-        )  # fmt: skip
-
-    def show(self, batch: Batch) -> None:
         if batch.again:
-            lanes = batch.devices if self._only_devices else batch.lanes
-            self.range.factors = list(lanes.factors) or [""]
-
-
-def over_time(name: str, title: str, times: TimeAxis, lanes: LaneAxis) -> figure:
-    """Return an empty plot of lanes over time."""
-    plot = figure(
-        name=name, title=title, x_range=times.range, y_range=lanes.range, x_axis_type="datetime",
-        tools="xpan,xwheel_zoom,xbox_zoom,reset,save", toolbar_location="above",
-        sizing_mode="stretch_both", min_border_left=10, min_border_right=10,
-        outline_line_color=None, output_backend="canvas",
-    )  # fmt: skip
-    plot.toolbar.logo = None
-    plot.axis.major_tick_line_color = None
-    plot.ygrid.grid_line_color = None
-    plot.xaxis.formatter.update(context=None, strip_leading_zeros=False, **_CLOCK)
-    plot.xaxis.update(
-        axis_label="time of day", axis_label_text_font_size="11px", axis_label_standoff=0,
-        axis_label_text_font_style="normal",
-    )  # fmt: skip
-    return plot
+            self._lanes.factors = list(batch.lanes.names.values()) or [""]
 
 
 class Rows:
@@ -125,14 +87,13 @@ class Rows:
         self._numbers, self._texts = numbers.split(), texts.split()
         self.source = ColumnDataSource(self._columns(()))
 
-    def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        if added := list(rows)[-MOST_ROWS:]:
+    def add(self, rows: Iterable[Mapping[str, Any]], *, again: bool) -> None:
+        """Add rows, or replace all others by them."""
+        added = list(rows)[-MOST_ROWS:]
+        if again:
+            self.source.data = self._columns(added)
+        elif added:
             self.source.stream(self._columns(added), MOST_ROWS)
-
-    def replace(self, rows: Iterable[Mapping[str, Any]] = ()) -> None:
-        shown = list(rows)
-        if shown or len(self.source.data[self._numbers[0]]):
-            self.source.data = self._columns(shown)
 
     def _columns(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         # Bokeh sends an array of numbers unchanged, and looks at each text.
@@ -158,12 +119,11 @@ def hover(*renderers: Any) -> HoverTool:
     )
 
 
-def legend_below(plot: figure, *, hides: bool = False) -> None:
+def legend_below(plot: figure, *, click: str = "none") -> None:
     """Put a plot's legend below it, in a row; a click may hide an entry's part of the plot."""
     legend = plot.legend[0]
     plot.add_layout(legend, "below")
     legend.update(
         orientation="horizontal", padding=0, margin=2, spacing=12, label_text_font_size="11px",
-        glyph_height=12, glyph_width=14, click_policy="hide" if hides else "none",
-        border_line_color=None, background_fill_alpha=0,
+        glyph_height=12, glyph_width=14, click_policy=click, border_line_color=None,
     )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
@@ -11,24 +10,10 @@ from typing import Any, Final, NamedTuple
 from dask.utils import format_bytes
 
 from dask_devctx.scheduler.dashboard.feed import Batch, Interval
-from dask_devctx.scheduler.dashboard.figures import (
-    SPILLED,
-    Colours,
-    LaneAxis,
-    Rows,
-    TimeAxis,
-    about,
-    hover,
-    legend_below,
-    over_time,
-)
+from dask_devctx.scheduler.dashboard.figures import SPILLED, Axes, Rows, about, hover, legend_below
 
 # The part of a lane that is filled, measured from its middle.
 _LOW, _HIGH = -0.42, 0.42
-# The intervals that are kept: the plots show fewer.
-_KEPT: Final = 20_000
-# A lane shows half of a device's memory where no device uses more, or a quarter, and so on.
-_SMALLEST: Final = 2.0**-10
 
 
 class Level(NamedTuple):
@@ -38,113 +23,78 @@ class Level(NamedTuple):
     colour: str
     legend: str
     begins: str | None = "low"
-    dash: str | Sequence[int] = "solid"
 
 
-# The levels of an interval, as parts of the device's memory or of the time and not a number where
-# unknown; and the lines that the mouse shows.
+# The levels of an interval, as parts of a whole and not a number where unknown; and the lines that
+# the mouse shows.
 Reading = tuple[Sequence[float], Mapping[str, str]]
 
 
 class LevelsPlot:
     """A lane for each device, which its samples fill from the bottom up to some levels.
 
-    ``read`` makes a reading of an interval, and ``note`` the end of the title from the latest
-    intervals and the part of a whole that fills a lane. A lane ``zooms`` in on the lower levels.
+    ``read`` makes a reading of an interval.
     """
 
     def __init__(
-        self, name: str, title: str, times: TimeAxis, devices: LaneAxis, colours: Colours, *,
-        levels: Sequence[Level], background: str, read: Callable[[Interval], Reading],
-        note: Callable[[Sequence[Interval], float], str], zooms: bool = False,
+        self, name: str, title: str, axes: Axes, background: str, levels: Sequence[Level],
+        read: Callable[[Interval], Reading],
     ) -> None:  # fmt: skip
-        self._title, self._levels, self._read, self._note = title, levels, read, note
-        self._kept: deque[Interval] = deque(maxlen=_KEPT)
-        self._least = self._part = _SMALLEST if zooms else 1.0
+        self._levels, self._read = levels, read
         names = " ".join(level.name for level in levels)
-        self._rows = Rows(f"left right low high {names}", "lane about")
-        self.root = over_time(name, title, times, devices)
+        self._rows = Rows(f"left right low high {names}", "about")
+        self.root = axes.plot(name, title)
         box: dict[str, Any] = {"left": "left", "right": "right", "source": self._rows.source}
         # A mouse over any part of the lane finds the interval.
         whole = self.root.quad(
-            bottom="low", top="high", fill_color=colours.lane, line_color=None,
-            legend_label=background, **box,
-        )  # fmt: skip
+            bottom="low", top="high", color="#eeeeee", legend_label=background, **box
+        )
         for level in levels:
+            look = {"color": level.colour, "legend_label": level.legend, **box}
             if level.begins is not None:
-                self.root.quad(
-                    bottom=level.begins, top=level.name, fill_color=level.colour, line_color=None,
-                    legend_label=level.legend, **box,
-                )  # fmt: skip
+                self.root.quad(bottom=level.begins, top=level.name, **look)
             else:
-                self.root.segment(
-                    x0="left", x1="right", y0=level.name, y1=level.name, source=box["source"],
-                    line_color=level.colour, line_width=2, line_dash=level.dash,
-                    legend_label=level.legend,
-                )  # fmt: skip
-        legend_below(self.root, hides=True)
+                x0, x1 = look.pop("left"), look.pop("right")
+                self.root.segment(x0=x0, x1=x1, y0=level.name, y1=level.name, **look, line_width=2)
+        legend_below(self.root, click="hide")
         self.root.add_tools(hover(whole))
-        times.follow(self.root)
 
     def show(self, batch: Batch) -> None:
         """Show the intervals of a batch."""
-        before = self._part
-        if batch.again:
-            self._kept.clear()
-            self._part = self._least
-        self._kept.extend(batch.intervals)
-        latest = [*batch.latest.values()]
-        known = [level for one in latest for level in self._read(one)[0] if level == level]
-        while self._part < min(max(known, default=1.0), 1.0):
-            self._part *= 2
-        if batch.again or self._part != before:
-            self._rows.replace(self._row(one, batch.ms) for one in self._kept)
-        else:
-            self._rows.add(self._row(one, batch.ms) for one in batch.intervals)
-        self._show_legend()
-        note = self._note(latest, self._part)
-        self.root.title.text = f"{self._title}: {note}" if note else self._title
+        known = (one for one in batch.intervals if one.after.uuid in batch.lanes.positions)
+        self._rows.add((self._row(one, batch) for one in known), again=batch.again)
 
-    def _show_legend(self) -> None:
-        """Show the entries of the levels that the plot has."""
-        data = self._rows.source.data
-        for entry, level in zip(self.root.legend[0].items[1:], self._levels, strict=True):
-            low = data.get(level.begins, [-math.inf] * len(data["left"]))
-            shown = any(end > start for start, end in zip(low, data[level.name], strict=True))
-            if entry.visible is not shown:
-                entry.visible = shown
-
-    def _row(self, one: Interval, ms: Callable[[float], float]) -> dict[str, Any]:
-        low, (levels, lines) = one.middle + _LOW, self._read(one)
-        heights = [low + (_HIGH - _LOW) * min(part / self._part, 1.0) for part in levels]
+    def _row(self, one: Interval, batch: Batch) -> dict[str, Any]:
+        middle, (parts, lines) = batch.lanes.positions[one.after.uuid], self._read(one)
+        low = middle + _LOW
         return {
-            "left": ms(one.before.time),
-            "right": ms(one.after.time),
+            "left": batch.ms(one.before.time),
+            "right": batch.ms(one.after.time),
             "low": low,
-            "high": one.middle + _HIGH,
-            "lane": one.lane,
-            "about": about(one.lane, lines),
-            **{level.name: end for level, end in zip(self._levels, heights, strict=True)},
+            "high": middle + _HIGH,
+            "about": about(batch.lanes.name(one.after.uuid), lines),
+            **{
+                level.name: low + (_HIGH - _LOW) * min(part, 1.0)
+                for level, part in zip(self._levels, parts, strict=True)
+            },
         }
 
 
 # -- memory
 
+_MEMORY: Final = (
+    Level("to_held", "#3a7ebf", "held"),
+    Level("to_copies", "#8fc1e8", "copies", "to_held"),
+    Level("to_rest", "#8a6fb5", "other use", "to_copies"),
+    Level("to_others", "#b5a48a", "other processes", "to_rest"),
+    Level("spilled_at", SPILLED, "spilled", None),
+    Level("limit_at", "#d62728", "limit", None),
+)
 
-def memory_plot(times: TimeAxis, devices: LaneAxis, colours: Colours) -> LevelsPlot:
+
+def memory_plot(axes: Axes) -> LevelsPlot:
     """Return a plot with a lane for each device, which its memory fills."""
-    return LevelsPlot(
-        "device_memory", "Memory of each device", times, devices, colours,
-        levels=(
-            Level("to_held", "#3a7ebf", "held"),
-            Level("to_copies", "#8fc1e8", "copies", "to_held"),
-            Level("to_rest", "#8a6fb5", "other use", "to_copies"),
-            Level("to_others", "#b5a48a", "other processes", "to_rest"),
-            Level("spilled_at", SPILLED, "spilled", None, [5, 3]),
-            Level("limit_at", "#d62728", "limit", None),
-        ),
-        background="free", read=_memory, note=_scale, zooms=True,
-    )  # fmt: skip
+    return LevelsPlot("device_memory", "Memory of each device", axes, "free", _MEMORY, _memory)
 
 
 def _memory(one: Interval) -> Reading:
@@ -172,40 +122,25 @@ def _memory(one: Interval) -> Reading:
     return [end / total if total else math.nan for end in ends], lines
 
 
-def _scale(latest: Sequence[Interval], part: float) -> str:
-    totals = {one.after.memory_total for one in latest if one.after.memory_total}
-    if part == 1 or not totals:
-        return "" if totals or not latest else "unknown"
-    height = f"{part:.3%} of it" if len(totals) > 1 else format_bytes(int(part * totals.pop()))
-    return f"a lane's height is {height}"
-
-
 # -- load
 
+_LOAD: Final = (
+    Level("occupied_to", "#8fa8c4", "has a task"),
+    Level("computing_to", "#76b900", "computes, by NVML"),
+    Level("bandwidth_at", "#9467bd", "reads or writes memory, by NVML", None),
+)
 
-def utilization_plot(times: TimeAxis, devices: LaneAxis, colours: Colours) -> LevelsPlot:
+
+def utilization_plot(axes: Axes) -> LevelsPlot:
     """Return a plot with a lane for each device, which its load fills."""
-    return LevelsPlot(
-        "device_utilization", "Utilization of each device", times, devices, colours,
-        levels=(
-            Level("occupied_to", "#8fa8c4", "has a task"),
-            Level("computing_to", "#76b900", "computes (NVML)"),
-            Level("bandwidth_at", "#9467bd", "reads or writes memory (NVML)", None),
-        ),
-        background="idle", read=_load, note=_nvml,
-    )  # fmt: skip
+    title = "Utilization of each device"
+    return LevelsPlot("device_utilization", title, axes, "idle", _LOAD, _load)
 
 
 def _load(one: Interval) -> Reading:
     parts = [one.occupied, one.after.utilization, one.after.bandwidth]
-    names = ("has a task", "computes, by NVML", "reads or writes memory, by NVML")
     lines = {
-        name: "unknown" if part is None else f"{part:.0%}"
-        for name, part in zip(names, parts, strict=True)
+        level.legend: "unknown" if part is None else f"{part:.0%}"
+        for level, part in zip(_LOAD, parts, strict=True)
     }
     return [math.nan if part is None else part for part in parts], lines
-
-
-def _nvml(latest: Sequence[Interval], part: float) -> str:
-    known = not latest or any(one.after.utilization is not None for one in latest)
-    return "a lane's height is 100% of the time" if known else "NVML has no numbers"

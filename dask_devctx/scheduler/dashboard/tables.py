@@ -13,33 +13,29 @@ from dask.utils import format_bytes
 from distributed import Scheduler
 
 from dask_devctx.errors import counted
-from dask_devctx.scheduler.dashboard.feed import Batch, Interval, Lanes
-from dask_devctx.scheduler.dashboard.figures import STALE_S, TRANSPORTS, Colours
-from dask_devctx.scheduler.history import DeviceHistory
-from dask_devctx.scheduler.rows import Incident, Transfer, added
-from dask_devctx.scheduler.rows import transfers as moved
+from dask_devctx.scheduler.dashboard.feed import Batch, Interval
+from dask_devctx.scheduler.dashboard.figures import STALE_S, transport
+from dask_devctx.scheduler.rows import Incident, Transfer, added, transfers
 
-_TABLE: Final = """
-:host {{ overflow: auto; color: {text}; font: 13px Helvetica, Arial, sans-serif; }}
-h3 {{ font-size: 13px; margin: 4px 10px; }}
-.bk-clearfix {{ display: block; }}
-table {{ border-collapse: collapse; width: 100%; }}
-th {{ color: {faint}; font-weight: normal; text-align: left; position: sticky; top: 0;
-      background: {page}; }}
-th, td {{ padding: 3px 10px; border-bottom: 1px solid {grid}; vertical-align: top;
-          overflow-wrap: anywhere; }}
-th {{ white-space: nowrap; }}
+_STYLE: Final = """
+:host { overflow: auto; font: 13px Helvetica, Arial, sans-serif; }
+h3 { font-size: 13px; margin: 4px 10px; }
+.bk-clearfix { display: block; }
+table { border-collapse: collapse; width: 100%; }
+th { color: #666666; font-weight: normal; text-align: left; position: sticky; top: 0;
+     background: white; white-space: nowrap; }
+th, td { padding: 3px 10px; border-bottom: 1px solid #dddddd; vertical-align: top; }
+td { max-width: 32em; overflow-wrap: anywhere; white-space: pre-line; }
+td:first-child { white-space: nowrap; }
 """
 
 
 class Table:
-    """A table of texts below a title; ``style`` adds to its CSS."""
+    """A table of texts below a title."""
 
-    def __init__(self, name: str, colours: Colours, style: str = "") -> None:
-        css = _TABLE.format(**colours._asdict()) + style
-        self.root = Div(
-            name=name, sizing_mode="stretch_both", stylesheets=[InlineStyleSheet(css=css)]
-        )
+    def __init__(self, name: str) -> None:
+        style = InlineStyleSheet(css=_STYLE)
+        self.root = Div(name=name, sizing_mode="stretch_both", stylesheets=[style])
 
     def write(self, title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """Replace the content; without rows, there is the title alone."""
@@ -58,32 +54,20 @@ _HEAD: Final = (
     *("device", "computes", "has a task", "memory used", "held by dask", "spilled", "power"),
     *("temperature", "runs now", "queued"),
 )
-_GLANCE_STYLE: Final = "td:not(:nth-child(9)) { white-space: nowrap; }"
 
 
 class Glance(Table):
     """A row for each device: its load, memory, power and temperature, its tasks and its queue."""
 
-    def __init__(self, colours: Colours) -> None:
-        super().__init__("device_glance", colours, _GLANCE_STYLE)
-
     def show(self, batch: Batch) -> None:
         """Show the latest samples."""
-        places = reversed(batch.devices.positions)
-        latest = [one for place in places if (one := batch.latest.get(place)) is not None]
-        running, queued = (
-            sum(getattr(one.after, name) for one in latest) for name in ("running", "queued")
-        )
-        state = (
-            f"{counted(running, 'task')} running, {queued} queued" if running or queued else "idle"
-        )
-        title = (
-            f"{counted(len(latest), 'device')}: {state}" if latest else "No device has answered yet"
-        )
-        self.write(title, _HEAD, (_device(one, batch.now) for one in latest))
+        uuids = [uuid for uuid in reversed(batch.lanes.names) if uuid in batch.latest]
+        rows = (_device(batch.lanes.name(uuid), batch.latest[uuid], batch.now) for uuid in uuids)
+        title = counted(len(uuids), "device") if uuids else "No device has answered yet"
+        self.write(title, _HEAD, rows)
 
 
-def _device(one: Interval, now: float) -> Sequence[str]:
+def _device(name: str, one: Interval, now: float) -> Sequence[str]:
     after = one.after
     tasks = f"{after.running} × {', '.join(after.tasks_now)}" if after.running else "idle"
     if now - after.time > STALE_S:
@@ -92,14 +76,14 @@ def _device(one: Interval, now: float) -> Sequence[str]:
     if after.memory_total and after.memory_free is not None:
         used = format_bytes(after.memory_total - after.memory_free)
         used += f" of {format_bytes(after.memory_total)}"
-    limit = "" if after.device_memory_limit is None else " of "
-    limit += format_bytes(after.device_memory_limit) if limit else ""
+    limit = after.device_memory_limit
+    held = format_bytes((after.memory_held or 0) + (after.memory_copies or 0))
     return (
-        one.lane,
-        _percent(after.utilization),
-        _percent(one.occupied),
+        name,
+        "-" if after.utilization is None else f"{after.utilization:.0%}",
+        f"{one.occupied:.0%}",
         used,
-        format_bytes((after.memory_held or 0) + (after.memory_copies or 0)) + limit,
+        held if limit is None else f"{held} of {format_bytes(limit)}",
         format_bytes(after.memory_spilled or 0),
         "-" if after.power_w is None else f"{after.power_w:.0f} W",
         "-" if after.temperature is None else f"{after.temperature:.0f} °C",
@@ -108,32 +92,34 @@ def _device(one: Interval, now: float) -> Sequence[str]:
     )
 
 
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
-
-
 # -- transfers
 
 
 class TransferMatrix(Table):
-    """A cell for each pair of devices, with a line for each transport between them."""
+    """The bytes and the rate from each source, in a row, to each target, in a column."""
 
-    def __init__(self, scheduler: Scheduler, colours: Colours) -> None:
-        super().__init__("device_transfers", colours, "td { white-space: pre-line; }")
+    def __init__(self, name: str, scheduler: Scheduler) -> None:
+        super().__init__(name)
         self._scheduler = scheduler
 
     def show(self, batch: Batch) -> None:
         """Show the transfers that the workers' heartbeats tell of."""
-        totals = transfers(self._scheduler, batch.lanes)
+        workers = self._scheduler.workers
+        names = {address: f"host memory of {ws.name}" for address, ws in workers.items()}
+        names |= batch.lanes.names
+        totals: dict[tuple[str, str, str], Transfer] = {}
+        for row in (row for ws in workers.values() for row in transfers(ws.metrics)):
+            source, target, way = row.ends
+            ends = names.get(source, source), names.get(target, target), way
+            totals[ends] = added(row, totals[ends]) if ends in totals else row
         cells: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
-        for (source, target, transport), total in sorted(totals.items()):
+        for (source, target, way), total in sorted(totals.items()):
             rate = "" if total.rate is None else f", {total.rate / 1e9:.3g} GB/s"
-            way = TRANSPORTS.get(transport, transport)
-            cells[source, target].append(f"{format_bytes(total.nbytes)} {way}{rate}")
-        order = [*reversed(batch.lanes.labels.values())]
+            cells[source, target].append(f"{format_bytes(total.nbytes)} {transport(way)[0]}{rate}")
+        order = {name: -n for n, name in enumerate(batch.lanes.names.values())}
         sources, targets = (
-            sorted(found, key=lambda end: (order.index(end) if end in order else len(order), end))
-            for found in ({pair[0] for pair in cells}, {pair[1] for pair in cells})
+            sorted({pair[side] for pair in cells}, key=lambda end: (order.get(end, 1), end))
+            for side in (0, 1)
         )
         nbytes = format_bytes(sum(total.nbytes for total in totals.values()))
         copies = sum(total.copies for total in totals.values())
@@ -144,50 +130,15 @@ class TransferMatrix(Table):
         )
 
 
-def transfers(scheduler: Scheduler, lanes: Lanes) -> dict[tuple[str, str, str], Transfer]:
-    """Return the sums of all workers by source, target and transport, as lanes name the ends."""
-    history = DeviceHistory.of(scheduler)
-    totals: dict[tuple[str, str, str], Transfer] = {}
-    if history is None:
-        return {}
-    names = {uuid: lanes.label(host, uuid) for host, uuid in lanes.positions if uuid is not None}
-    of_worker = defaultdict(list)
-    for worker, uuid in history.devices:
-        of_worker[worker].append(uuid)
-    for address, known in history.workers.items():
-        uuids = of_worker[address]
-        alone = len(uuids) == 1 and uuids[0] in names
-        names[address] = names[uuids[0]] if alone else f"host memory of {known.name}"
-
-    for row in (row for ws in scheduler.workers.values() for row in moved(ws.metrics)):
-        source, target, transport = row.ends
-        ends = names.get(source, source), names.get(target, target), transport
-        totals[ends] = added(row, totals[ends]) if ends in totals else row
-    return totals
-
-
 # -- failures
-
-_MOST: Final = 200
-_NAMES: Final = {
-    "error": "failed",
-    "out-of-memory": "out of memory, runs again",
-    "device-failed": "device failed",
-    "refused": "got no device",
-    "lost": "history lost",
-}
-_FAILURES_STYLE: Final = """
-td:nth-child(3), td:nth-child(4) { min-width: 8em; }
-td:nth-child(-n+2) { white-space: nowrap; overflow-wrap: normal; }
-"""
 
 
 class FailuresTable(Table):
     """The latest failures, the last one at the top, and how many of each kind there were."""
 
-    def __init__(self, colours: Colours) -> None:
-        super().__init__("device_failures", colours, _FAILURES_STYLE)
-        self._latest: deque[tuple[str, Incident]] = deque(maxlen=_MOST)
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._latest: deque[Incident] = deque(maxlen=200)
         self._counts: Counter[str] = Counter()
 
     def show(self, batch: Batch) -> None:
@@ -195,18 +146,18 @@ class FailuresTable(Table):
         if batch.again:
             self._latest.clear()
             self._counts.clear()
-        self._latest.extend(sorted(batch.incidents, key=lambda pair: pair[1].time))
-        self._counts.update(row.what for _, row in batch.incidents)
-        sums = [f"{n} × {_NAMES.get(what, what)}" for what, n in self._counts.most_common()]
-        self.write(
-            f"Failures and retries: {', '.join(sums) or 'none'}",
-            ("time", "device", "problem", "task", "reason"),
-            (_failure(host, row, batch.lanes) for host, row in reversed(self._latest)),
+        self._latest.extend(sorted(batch.incidents, key=lambda row: row.time))
+        self._counts.update(row.what for row in batch.incidents)
+        sums = [f"{n} × {what}" for what, n in self._counts.most_common()]
+        rows = (
+            (
+                datetime.fromtimestamp(row.time).strftime("%H:%M:%S"),
+                batch.lanes.name(row.uuid),
+                row.what,
+                "" if row.key is None else str(row.key)[:200],
+                row.text[:500],
+            )
+            for row in reversed(self._latest)
         )
-
-
-def _failure(host: str, row: Incident, lanes: Lanes) -> tuple[str, ...]:
-    when = datetime.fromtimestamp(row.time).strftime("%H:%M:%S") if row.time else ""
-    device = "" if row.uuid is None else lanes.label(host, row.uuid)
-    key = "" if row.key is None else str(row.key)
-    return when, device, _NAMES.get(row.what, row.what), key[:200], row.text[:500]
+        head = ("time", "device", "problem", "task", "reason")
+        self.write(f"Failures and retries: {', '.join(sums) or 'none'}", head, rows)
