@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from dask.utils import funcname
 from distributed import Status, Worker, WorkerPlugin
 
 from dask_devctx import config
@@ -16,7 +15,6 @@ from dask_devctx.config.checks import key_of
 from dask_devctx.config.options import (
     OPTION_NAMES,
     RMM_NAMES,
-    SETTINGS,
     Options,
     refuse_unknown,
     remembered_tasks,
@@ -26,7 +24,6 @@ from dask_devctx.cuda.device import Device, html_table
 from dask_devctx.dask_internals import check_worker
 from dask_devctx.dask_internals.worker import no_more_heartbeats
 from dask_devctx.graph.keep import keep_annotations
-from dask_devctx.worker.allocators import sizes
 from dask_devctx.worker.comms import serialization
 from dask_devctx.worker.extension import DeviceExtension
 from dask_devctx.worker.leases import registration
@@ -133,16 +130,6 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     def report(self) -> dict[str, Any] | None:
         """Return the worker's tasks and their devices; call this on its event loop."""
         return None if self.extension is None else self.extension.report()
-
-    def configuration(self) -> dict[str, Any]:
-        """Return all options, and the bytes that they mean on each device of the worker."""
-        options = {name: getattr(self.options, name) for name in (*OPTION_NAMES, *SETTINGS)}
-        limits = {one.uuid: sizes(one, self.options) for one in self.worker_devices}
-        return (
-            options
-            | {"policy": self.options.policy and funcname(self.options.policy)}
-            | {"bytes": limits}
-        )
 
     # -- dask's hooks
 

@@ -1,17 +1,15 @@
-"""``dask devctx info``: the GPUs of this machine, or of all machines of a cluster."""
+"""``dask devctx info``: the GPUs of this machine."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import click
-from distributed import Client, Worker
 
 from dask_devctx import config, driver
-from dask_devctx.cli.connection import connected, finds_scheduler
 from dask_devctx.client.live import aligned
 from dask_devctx.config.options import Options
 from dask_devctx.cuda import discovery
@@ -19,30 +17,19 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.naming import DeviceInfo, Inventory
 from dask_devctx.driver.backends import Backend, environment
 from dask_devctx.errors import DevctxError, counted, nbytes_text
-from dask_devctx.plugin import DevicePlugin
 
-# The content of the JSON: of a machine, and of a worker.
+# The content of the JSON.
 Found = dict[str, Any]
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("scheduler", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-@finds_scheduler
 @click.pass_context
-def info(context: click.Context, /, scheduler: str | None, as_json: bool, **where: Any) -> None:
+def info(context: click.Context, as_json: bool) -> None:
     """Show the GPUs, their peer access, the hidden GPUs, and problems.
-
-    With the address of a SCHEDULER, show those of all machines of its cluster, and the threads,
-    memory and options of its workers.
 
     The command creates no CUDA context. Its exit status is 1 if no GPU can be used.
     """
-    if scheduler is not None or where["scheduler_file"] is not None:
-        with connected(scheduler, **where) as client:
-            workers = _workers(client)
-        click.echo(json.dumps(workers, indent=2, default=str) if as_json else _of_cluster(workers))
-        context.exit(0 if any(worker["uses"] for worker in workers.values()) else 1)
     found = _machine()
     found["problems"] += _problems_of_the_configuration()
     click.echo(json.dumps(found, indent=2) if as_json else _as_text(found))
@@ -160,61 +147,3 @@ def _ranges(numbers: list[int]) -> str:
     groups = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
     runs = [[number for _, number in run] for _, run in groups]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-
-
-# -- the machines of a cluster
-
-
-def _workers(client: Client) -> dict[str, Found]:
-    """Return all workers of a cluster by address, in the order of their hosts and names."""
-    # `client.scheduler_info()` may lack the workers: dask refreshes what it returns without them.
-    known: Mapping[str, Any] = client.sync(client.scheduler.identity, n_workers=-1)["workers"]
-    answers = client.run(_of_worker, on_error="return")
-    found = {}
-    order = sorted(known.items(), key=lambda one: (one[1]["host"], str(one[1]["name"])))
-    for address, worker in order:
-        answer = answers.get(address, "it left")
-        is_known = isinstance(answer, dict)
-        found[address] = {
-            **{name: worker[name] for name in ("host", "nthreads", "memory_limit")},
-            **(answer if is_known else dict.fromkeys(("machine", "uses", "plugin", "options"))),
-            "name": str(worker["name"]),
-            "problem": None if is_known else repr(answer),
-        }
-    return found
-
-
-def _of_worker(dask_worker: Worker) -> Found:
-    plugin = dask_worker.plugins.get(DevicePlugin.name)
-    has_plugin = isinstance(plugin, DevicePlugin)
-    return {
-        "machine": _machine(),
-        "uses": [device.uuid for device in plugin.worker_devices] if has_plugin else None,
-        "plugin": repr(plugin) if has_plugin else None,
-        "options": plugin.configuration() if has_plugin else None,
-    }
-
-
-def _of_cluster(workers: dict[str, Found]) -> str:
-    parts = []
-    for host, of_host in itertools.groupby(workers.items(), lambda item: item[1]["host"]):
-        here = list(of_host)
-        parts.append("\n".join([f"Host {host}", *(_uses(*item) for item in here)]))
-        # Processes of one host may see different devices: each view is shown once.
-        shown = [_as_text(worker["machine"]) for _, worker in here if worker["machine"]]
-        parts += dict.fromkeys(shown)
-    return "\n\n".join(parts) if parts else "the cluster has no workers"
-
-
-def _uses(address: str, worker: Found) -> str:
-    head = f"worker {worker['name']} ({address})"
-    if worker["machine"] is None:
-        return f"{head} does not answer: {worker['problem']}"
-    if worker["uses"] is None:
-        return f"{head} does not run the plugin: client.register_plugin(DevicePlugin())"
-    names = {one["uuid"]: f"cuda:{one['device_id']}" for one in worker["machine"]["devices"]}
-    uses = ", ".join(names.get(uuid, uuid) for uuid in worker["uses"])
-    return (
-        f"{head} {f'uses {uses}' if uses else 'has no devices'}; {worker['nthreads']} threads, "
-        f"{nbytes_text(worker['memory_limit'])} of host memory, {worker['plugin']}"
-    )

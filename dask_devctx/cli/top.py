@@ -14,27 +14,17 @@ from threading import Event
 from typing import Any, Final
 
 import click
+from distributed import Client
 
-from dask_devctx.cli.connection import connected, finds_scheduler
-from dask_devctx.client.live import Moment, aligned, between, moment, rates, rows
+from dask_devctx.cli.connection import scheduler_address
+from dask_devctx.client.live import Moment, aligned, between, cells, moment, rates
 from dask_devctx.errors import counted, nbytes_text
-from dask_devctx.scheduler.rows import OF_A_DEVICE, OF_A_WORKER, memory_field
 
+# The last ones are cut off in a narrow terminal.
 _COLUMNS: Final = (
-    *("worker", "use", "busy", "tasks/s", "runs", "waits", "done", "failed"),
-    *("memory used", "copied in/s", "now"),
+    *("use", "busy", "tasks/s", "runs", "waits", "done", "failed", "memory used", "copied in/s"),
+    *("kept", "spilled", "now", "worker"),
 )
-_SPILLED: Final = ("kept of limit", "on the host")
-# A narrow terminal sees a table without these.
-_SPARE: Final = (*_SPILLED, "worker", "copied in/s", "waits", "now")
-_SORTED_BY: Final = {
-    "use": "utilization",
-    "busy": "occupied",
-    "tasks": "tasks_per_s",
-    "waits": "queued",
-    "memory": "used",
-    "spilled": "memory_spilled",
-}
 # The scheduler has news of a worker each half a second.
 _HEARTBEAT_S: Final = 1.0
 
@@ -58,17 +48,21 @@ Examples:
     show_default=True,
     help="Seconds between two states.",
 )
+@click.option("--scheduler-file", type=click.Path(exists=True), help="As of dask scheduler.")
 @click.option(
-    "--sort", type=click.Choice([*_SORTED_BY]), help="The largest first; by device by default."
+    "--timeout",
+    type=click.FloatRange(min=0),
+    default=10,
+    show_default=True,
+    help="Seconds to wait for the scheduler.",
 )
-@finds_scheduler
 def top(
     scheduler: str | None,
     once: bool,
     as_json: bool,
     interval: float,
-    sort: str | None,
-    **where: Any,
+    scheduler_file: str | None,
+    timeout: float,
 ) -> None:
     """Show the tasks, memory and transfers of a cluster's devices; Ctrl-C ends it.
 
@@ -76,7 +70,7 @@ def top(
     """
     if as_json and not once:
         raise click.UsageError("--json needs --once")
-    with connected(scheduler, **where) as client:
+    with _connected(scheduler, scheduler_file, timeout) as client:
         try:
             with suppress(KeyboardInterrupt), _interrupted() as interrupted:
                 before = moment(client)
@@ -87,12 +81,21 @@ def top(
                     else:
                         if not once:
                             click.clear()
-                        click.echo(_as_text(str(client.scheduler.address), before, now, sort))
+                        click.echo(_as_text(str(client.scheduler.address), before, now))
                     if once:
                         return
                     before = now
         except (OSError, TimeoutError) as error:
             raise click.ClickException(f"the scheduler went away: {error}") from error
+
+
+def _connected(scheduler: str | None, file: str | None, timeout_s: float) -> Client:
+    address = scheduler_address(scheduler, file)
+    where = {"scheduler_file": file} if file else {"address": address}
+    try:
+        return Client(timeout=timeout_s, set_as_default=False, **where)
+    except (OSError, TimeoutError, ValueError) as error:
+        raise click.ClickException(f"no scheduler at {address or file}: {error}") from error
 
 
 @contextmanager
@@ -121,32 +124,19 @@ def _as_data(before: Moment, now: Moment) -> dict[str, Any]:
         }
         for ends, rate in rates(before, now).items()
     ]
-    kinds = (*OF_A_DEVICE, *OF_A_WORKER)
-    devices = [
-        asdict(one) | {"memory": {kind: getattr(one, memory_field(kind)) for kind in kinds}}
-        for one in between(before, now)
-    ]
+    devices = [asdict(one) for one in between(before, now)]
     return {"workers": dict(now.workers), "devices": devices, "transfers": transfers}
 
 
-def _as_text(address: str, before: Moment, now: Moment, sort: str | None) -> str:
+def _as_text(address: str, before: Moment, now: Moment) -> str:
     devices = between(before, now)
-    if sort is not None:
-        devices.sort(key=lambda one: getattr(one, _SORTED_BY[sort]) or 0, reverse=True)
     speed = sum(device.tasks_per_s for device in devices)
     workers = counted(len(now.workers), "worker")
-    spilled = any(device.memory_spilled for device in devices)
-    columns = [*_COLUMNS, *(_SPILLED if spilled else ())]
     # A pipe has no width.
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 999
-    spare = iter(_SPARE)
-    while True:
-        table = aligned(("device", *columns), rows(devices, columns))
-        narrower = next(spare, None)
-        if max(map(len, table.splitlines())) <= width or narrower is None:
-            break
-        columns = [name for name in columns if name != narrower]
-    lines = [f"{address}: {len(devices)} devices of {workers}, {speed:.0f} tasks/s", table]
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    table = aligned(("device", *_COLUMNS), cells(devices, _COLUMNS)).splitlines()
+    lines = [f"{address}: {len(devices)} devices of {workers}, {speed:.0f} tasks/s"]
+    lines += [line[:width] for line in table]
     moving: Counter[str] = Counter()
     for (_, _, transport), rate in rates(before, now).items():
         moving[transport] += round(rate)

@@ -13,10 +13,17 @@ from distributed.cli.dask_worker import main as dask_worker
 
 from dask_devctx import driver
 from dask_devctx.cli.connection import cluster_address, said, scheduler_address, usable_options
-from dask_devctx.client.arguments import NOT_NEEDED, UCX, set_up_ucx
+from dask_devctx.client.arguments import NOT_NEEDED
 from dask_devctx.client.layout import lay_out
 from dask_devctx.config.checks import RMM, flag, key_of
-from dask_devctx.config.options import OPTION_NAMES, Options, fold_rmm, text_of
+from dask_devctx.config.options import (
+    OPTION_NAMES,
+    Options,
+    fold_rmm,
+    is_ucx,
+    require_ucx,
+    text_of,
+)
 from dask_devctx.cuda import discovery
 
 _HELP = """Start workers on this machine, which use its GPUs.
@@ -39,11 +46,6 @@ Examples:
       --rmm-allocator-external-lib-list cupy,torch
 """
 
-# The first options of the help; then come those of devices, of dask-cuda and of dask worker.
-_EVERYDAY: Final = (
-    *("scheduler_file", "devices", "n_workers", "tasks_per_device", "device_memory_limit"),
-    *("memory_limit", "nthreads", "name", "local_directory", "help"),
-)
 # dask's options that have another meaning or default here.
 _OURS_TOO: Final = {"n_workers", "nthreads"}
 # An option that is a function has no text.
@@ -65,6 +67,10 @@ _DASK_CUDAS: Final = (*_RMM, "enable_cudf_spill", "cudf_spill_stats", "pre_impor
 _ACCEPTED: Final = {
     "shared_filesystem": "--shared-filesystem/--no-shared-filesystem",
     "jit_unspill": "--enable-jit-unspill/--disable-jit-unspill",
+    **{
+        f"enable_{name}": f"--enable-{name.replace('_', '-')}/--disable-{name.replace('_', '-')}"
+        for name in ("tcp_over_ucx", "infiniband", "nvlink", "rdmacm")
+    },
 }
 _SPELLINGS: Final = {
     "enable_cudf_spill": ["--enable-cudf-spill/--disable-cudf-spill"],
@@ -84,7 +90,6 @@ def option_names() -> list[str]:
 def _run(**given: Any) -> None:
     """Start the workers, as the command's options say, and wait for their end."""
     own = {name: given.pop(name) for name in option_names()}
-    ucx = {name: given.pop(name) for name in UCX}
     for name in _ACCEPTED:
         if given.pop(name):
             click.echo(f"{name} is not needed: {NOT_NEEDED[name]}", err=True)
@@ -95,7 +100,8 @@ def _run(**given: Any) -> None:
         click.echo(f"Waiting for {file}, which dask scheduler --scheduler-file writes", err=True)
     cluster = cluster_address(address, given["scheduler_file"])
     with said():
-        given["protocol"] = _protocol(given["protocol"], address, ucx)
+        if is_ucx(given["protocol"]):
+            require_ucx(given["protocol"])
         settings = {f"devctx.{key_of(name)}": value for name, value in _read(own).items()}
         if method:
             settings["distributed.worker.multiprocessing-method"] = method
@@ -131,20 +137,6 @@ def _read(given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _protocol(protocol: str | None, address: str | None, ucx: dict[str, Any]) -> str | None:
-    """Return the protocol of the workers, and configure UCX if it is that."""
-    scheme = (address or "").rpartition("://")[0] or None
-    kept = {"protocol": protocol or scheme, **ucx}
-    set_up_ucx(kept)
-    for name in UCX:
-        if kept.get(name) and name == "enable_nvlink":
-            click.echo(f"--enable-nvlink is not needed: {NOT_NEEDED[name]}", err=True)
-        elif kept.get(name):
-            raise TypeError(f"--{key_of(name)} configures UCX: add --protocol ucx, or leave it out")
-    found: str | None = kept["protocol"] if protocol or kept["protocol"] != scheme else None
-    return found
-
-
 # -- the command's options
 
 
@@ -176,13 +168,6 @@ def _parameters() -> Iterator[click.Parameter]:
         type=click.Choice(["spawn", "fork", "forkserver"]),
         help="How a nanny starts its worker's process.",
     )
-    for name, transport in UCX.items():
-        key = key_of(name)
-        yield click.Option(
-            [f"--{key}/--{key.replace('enable', 'disable')}", name],
-            default=None,
-            help=f"With --protocol ucx: whether UCX uses {transport}.",
-        )
     for name, spelling in _ACCEPTED.items():
         yield click.Option([spelling, name], default=None, help=f"Not needed: {NOT_NEEDED[name]}.")
     for param in dask_worker.params:
@@ -196,11 +181,10 @@ def _text_of(name: str) -> str:
     return _RMM.get(name) or text_of(name)
 
 
-_ORDER: Final = {name: n for n, name in enumerate(_EVERYDAY)}
 worker = click.Command(
     "worker",
     callback=_run,
-    params=sorted(_parameters(), key=lambda one: _ORDER.get(one.name or "", len(_ORDER))),
+    params=[*_parameters()],
     help=_HELP,
     epilog=_EXAMPLES,
     context_settings={"help_option_names": ["-h", "--help"]},

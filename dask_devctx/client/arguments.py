@@ -11,7 +11,6 @@ import os
 from collections.abc import Mapping
 from typing import Any, Final
 
-import dask
 from dask.utils import get_named_args
 from distributed import Nanny, Worker
 
@@ -29,25 +28,18 @@ logger = logging.getLogger(__name__)
 
 # Arguments of dask-cuda's that are configuration of the plugin.
 SETTINGS_OF_DASK_CUDA: Final = frozenset({"enable_cudf_spill", "cudf_spill_stats", "pre_import"})
-_ONE_MACHINE: Final = "all workers are on this machine, and values on GPUs go by CUDA IPC"
+_UCX: Final = "values on GPUs go by CUDA IPC. UCX, with protocol='ucx', finds its own transports"
 # Arguments of dask-cuda's that change nothing here, and why.
 NOT_NEEDED: Final[Mapping[str, str]] = {
     "shared_filesystem": "values are not shared by files",
-    "enable_infiniband": f"{_ONE_MACHINE}. With UCX, it is passed on",
-    "enable_nvlink": "values on GPUs go by CUDA IPC, which uses NVLink where it is. With UCX, it "
-    "is passed on",
-    "enable_rdmacm": f"{_ONE_MACHINE}. With UCX, it is passed on",
     "jit_unspill": "a value comes back to its device before its task, by itself",
     "log_spilling": "the log says when spilling begins, `report(client)` how much",
+    "enable_tcp_over_ucx": _UCX,
+    "enable_infiniband": _UCX,
+    "enable_nvlink": _UCX,
+    "enable_rdmacm": _UCX,
 }
-# The arguments for UCX, and their keys in its configuration.
-UCX: Final = {
-    "enable_tcp_over_ucx": "tcp",
-    "enable_infiniband": "infiniband",
-    "enable_nvlink": "nvlink",
-    "enable_rdmacm": "rdmacm",
-}
-_DASK_CUDAS: Final = {*SETTINGS_OF_DASK_CUDA, *NOT_NEEDED, *UCX, *RMM_NAMES, "CUDA_VISIBLE_DEVICES"}
+_DASK_CUDAS: Final = {*SETTINGS_OF_DASK_CUDA, *NOT_NEEDED, *RMM_NAMES, "CUDA_VISIBLE_DEVICES"}
 
 
 def without_dask_cudas(given: Mapping[str, Any], owner: type) -> dict[str, Any]:
@@ -63,7 +55,8 @@ def without_dask_cudas(given: Mapping[str, Any], owner: type) -> dict[str, Any]:
     known = {name for cls in bases for name in get_named_args(cls.__init__)}
     refuse_unknown(given, known | {*OPTION_NAMES} | _DASK_CUDAS, owner.__name__)
     kept = fold_rmm(dict(given))
-    set_up_ucx(kept)
+    if is_ucx(kept.get("protocol")):
+        require_ucx(kept["protocol"])
     for name, reason in NOT_NEEDED.items():
         if kept.pop(name, None):
             logger.warning("%s is not needed: %s", name, reason)
@@ -117,24 +110,3 @@ def visible_device(entry: str) -> Device:
     shown = [one.strip() for one in own.split(",")]
     # A number that this process's variable does not have is an ordinal past the last one.
     return Device(shown.index(entry) if entry in shown else max(int(entry), len(shown)))
-
-
-# -- UCX
-
-
-def set_up_ucx(kept: dict[str, Any]) -> None:
-    """Configure UCX, if it is the protocol, by the arguments ``enable_…``, and take these out."""
-    flags = {key: kept[name] for name, key in UCX.items() if kept.get(name) is not None}
-    if kept.pop("enable_tcp_over_ucx", None):
-        kept["protocol"] = kept.get("protocol") or "ucx"
-        if not is_ucx(kept["protocol"]):
-            raise TypeError(f"enable_tcp_over_ucx needs protocol='ucx', got {kept['protocol']!r}")
-    if not is_ucx(kept.get("protocol")):
-        return
-    require_ucx(kept["protocol"])
-    for name in UCX:
-        kept.pop(name, None)
-    if any(flags.values()):
-        flags["cuda-copy"] = True
-    # For this process, where the client is, and so for the nannies and workers that it starts.
-    dask.config.set({f"distributed-ucxx.{key}": value for key, value in flags.items()})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
@@ -16,15 +16,10 @@ from distributed import Client
 
 from dask_devctx.errors import nbytes_text
 from dask_devctx.scheduler.cluster import device_names
-from dask_devctx.scheduler.rows import METRIC, DeviceCounts, known, merged, transfers
+from dask_devctx.scheduler.rows import METRIC, DeviceCounts, Transfer, known, merged, transfers
 
-_WORKER: Final = 16
-_TASKS: Final = 20
-# The numbers that are added over devices.
-_SUMS: Final = (
-    *("running", "queued", "done", "failed", "busy_s", "occupied_s", "copied_nbytes"),
-    *("memory_held", "memory_copies", "memory_spilled"),
-)
+# The most characters of the names of workers, and of tasks.
+_WIDTH: Final = 20
 
 Ends = tuple[str, str, str]  # source, destination, transport
 
@@ -40,19 +35,14 @@ class LiveDevice(DeviceCounts):
     copied_nbytes: int = 0
     nbytes_per_s: float = 0.0
 
-    @property
-    def used(self) -> int:
-        """The bytes in use on the whole device."""
-        return (self.memory_total or 0) - (self.memory_free or 0)
-
 
 def by_device(
-    rows: Iterable[tuple[str, str, DeviceCounts]], copied: Mapping[str, int]
+    rows: Iterable[tuple[str, str, DeviceCounts]], transfers: Iterable[Transfer]
 ) -> dict[str, LiveDevice]:
-    """Return the devices by UUID, from each worker's address, name and counts.
-
-    ``copied`` has the bytes that went to a device.
-    """
+    """Return the devices by UUID, from each worker's address, name and counts."""
+    copied = Counter[str]()
+    for transfer in transfers:
+        copied[transfer.destination] += transfer.nbytes
     groups: defaultdict[str, list[tuple[str, str, DeviceCounts]]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: (host_of(row[0]), row[2].device_id)):
         groups[row[2].uuid].append(row)
@@ -61,25 +51,11 @@ def by_device(
             **{name: getattr(counts, name) for name in DeviceCounts.__slots__},
             host=host_of(members[0][0]),
             workers=tuple(name for _, name, _ in members),
-            copied_nbytes=copied.get(uuid, 0),
+            copied_nbytes=copied[uuid],
         )
         for uuid, members in groups.items()
         for counts in [merged([row for _, _, row in reversed(members)])]
     }
-
-
-def total(devices: Collection[LiveDevice], workers: str) -> LiveDevice:
-    """Return the sum of devices, as a device."""
-    uses = [one.utilization for one in devices if one.utilization is not None]
-    sized = [one for one in devices if None not in (one.memory_total, one.memory_free)]
-    sums: dict[str, Any] = {n: sum(getattr(one, n) or 0 for one in devices) for n in _SUMS}
-    return LiveDevice(
-        **sums,
-        workers=(workers,),
-        utilization=sum(uses) / len(uses) if uses else None,
-        memory_total=sum(one.memory_total or 0 for one in sized),
-        memory_free=sum(one.memory_free or 0 for one in sized),
-    )
 
 
 # -- columns
@@ -90,19 +66,12 @@ def _percent(share: float | None) -> str | None:
 
 
 def _memory(device: LiveDevice) -> str | None:
-    whole = device.memory_total
-    return f"{nbytes_text(device.used)} of {nbytes_text(whole)}" if whole else None
-
-
-def _kept(device: LiveDevice) -> str:
-    """Return the bytes of values that dask keeps there, and their limit."""
-    limit = device.device_memory_limit
-    kept = (device.memory_held or 0) + (device.memory_copies or 0)
-    return nbytes_text(kept) + ("" if limit is None else f" of {nbytes_text(limit)}")
+    whole, free = device.memory_total, device.memory_free
+    return f"{nbytes_text(whole - (free or 0))} of {nbytes_text(whole)}" if whole else None
 
 
 COLUMNS: Final[Mapping[str, Callable[[LiveDevice], object]]] = {
-    "worker": lambda device: shortened(", ".join(device.workers), _WORKER),
+    "worker": lambda device: ", ".join(device.workers)[-_WIDTH:],  # the end of an address
     "use": lambda device: _percent(device.utilization),
     "busy": lambda device: _percent(device.occupied),
     "tasks/s": lambda device: round(device.tasks_per_s),
@@ -110,17 +79,16 @@ COLUMNS: Final[Mapping[str, Callable[[LiveDevice], object]]] = {
     "waits": attrgetter("queued"),
     "done": attrgetter("done"),
     "failed": attrgetter("failed"),
-    "busy s": lambda device: round(device.busy_s, 1),
     "memory used": _memory,
     "copied in": lambda device: nbytes_text(device.copied_nbytes),
     "copied in/s": lambda device: nbytes_text(round(device.nbytes_per_s)),
-    "kept of limit": _kept,
-    "on the host": lambda device: nbytes_text(device.memory_spilled or 0),
-    "now": lambda device: shortened(", ".join(device.tasks_now), _TASKS) or None,
+    "kept": lambda device: nbytes_text((device.memory_held or 0) + (device.memory_copies or 0)),
+    "spilled": lambda device: nbytes_text(device.memory_spilled or 0),
+    "now": lambda device: ", ".join(device.tasks_now)[:_WIDTH] or None,
 }
 
 
-def rows(devices: Sequence[LiveDevice], columns: Sequence[str]) -> list[list[object]]:
+def cells(devices: Sequence[LiveDevice], columns: Sequence[str]) -> list[list[object]]:
     """Return a row of cells for each device: its short name, and these columns."""
     names = device_names((one.host, one.device_id, one.uuid) for one in devices)
     return [[names[one.uuid], *(COLUMNS[name](one) for name in columns)] for one in devices]
@@ -153,20 +121,6 @@ def aligned(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         for line in [list(head), *cells]
     ]
     return "\n".join(lines)
-
-
-def shortened(text: str, columns: int) -> str:
-    """Return a text of at most so many columns, with "…" in the place of its middle.
-
-    Examples
-    --------
-    >>> shortened("tcp://127.0.0.1:45821", 12)
-    'tcp:/…:45821'
-    """
-    if len(text) <= columns:
-        return text
-    end = columns // 2
-    return f"{text[: columns - end - 1]}…{text[-end:]}"
 
 
 def host_of(address: str) -> str:
@@ -204,17 +158,17 @@ async def _moment(client: Client) -> Moment:
     # `client.scheduler_info()` may lack the workers: dask refreshes what it returns without them.
     identity: Any = await client.scheduler.identity(n_workers=-1)
     names = {address: str(worker["name"]) for address, worker in identity["workers"].items()}
-    counts, moved = [], Counter[Ends]()
+    counts = []
+    moved: list[Transfer] = []
     for address, worker in identity["workers"].items():
         for row in worker["metrics"].get(METRIC, ()):
             one = DeviceCounts(**known(DeviceCounts, row))
             counts.append((address, names[address], one))
-        for transfer in transfers(worker["metrics"]):
-            moved[transfer.ends] += transfer.nbytes
-    copied = Counter[str]()
-    for (_, destination, _), nbytes in moved.items():
-        copied[destination] += nbytes
-    return Moment(time.monotonic(), names, by_device(counts, copied), moved)
+        moved += transfers(worker["metrics"])
+    nbytes = Counter[Ends]()
+    for transfer in moved:
+        nbytes[transfer.ends] += transfer.nbytes
+    return Moment(time.monotonic(), names, by_device(counts, moved), nbytes)
 
 
 def between(before: Moment, now: Moment) -> list[LiveDevice]:

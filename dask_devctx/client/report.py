@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from html import escape
@@ -13,28 +13,19 @@ from typing import Any, Final
 from distributed import Client, Scheduler, Worker
 from distributed.deploy import Cluster
 
-from dask_devctx.client.live import (
-    LiveDevice,
-    aligned,
-    by_device,
-    refuse_unusable,
-    rows,
-    shortened,
-    total,
-)
+from dask_devctx.client.live import aligned, by_device, cells, refuse_unusable
 from dask_devctx.errors import counted, listed, nbytes_text
 from dask_devctx.plugin import DevicePlugin
-from dask_devctx.scheduler.rows import DeviceCounts, TaskRun, Transfer, known
+from dask_devctx.scheduler.rows import DeviceCounts, TaskRun, Transfer, added, known
 
 _COLUMNS: Final = 100
-_NAME: Final = 24
 # A rate of fewer bytes says nothing about a link.
 _LEAST_TIMED: Final = 2**20
-# So many kinds of errors of refused tasks have a line.
-_KINDS: Final = 5
+# So many suspects of a failure, and kinds of refused tasks, are named.
+_MOST: Final = 5
 _BY_DEVICE: Final = (
-    *("worker", "runs", "waits", "done", "failed", "busy s", "use"),
-    *("memory used", "copied in"),
+    *("worker", "runs", "waits", "done", "failed", "use", "memory used", "kept", "spilled"),
+    "copied in",
 )
 
 
@@ -122,7 +113,7 @@ class FailedDevice:
 class Report(list[ReportedTask]):
     """The tasks that ran on a cluster's devices, the earliest first.
 
-    Its text has a line for each device and one for the cluster. In notebooks it is a table.
+    Its text has a line for each device. In notebooks it is a table.
     ``pandas.DataFrame(report)`` makes a data frame of the tasks, and
     ``pandas.DataFrame(report.devices)`` one of the devices.
 
@@ -163,15 +154,14 @@ class Report(list[ReportedTask]):
         return str(self)  # a list of thousands of tasks is unreadable
 
     def __str__(self) -> str:
-        problems = [wrapped for line in _problems(self) for wrapped in wrap(line, _COLUMNS)]
-        below = [line[: _COLUMNS - 1] + "…" if line[_COLUMNS:] else line for line in _below(self)]
-        return "\n".join([aligned(*_table(self)), *below, *problems])
+        below = [wrapped for line in _below(self) for wrapped in wrap(line, _COLUMNS)]
+        return "\n".join([aligned(*_table(self)), *below])
 
     def _repr_html_(self) -> str:
         head, rows = _table(self)
         shown = [["-" if cell is None else str(cell) for cell in row] for row in [head, *rows]]
         cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in shown)
-        lines = (f"<div>{escape(line)}</div>" for line in (*_below(self), *_problems(self)))
+        lines = (f"<div>{escape(line)}</div>" for line in _below(self))
         return f"<table><tr>{'</tr><tr>'.join(cells)}</tr></table>{''.join(lines)}"
 
 
@@ -274,36 +264,20 @@ async def _of_worker(dask_worker: Worker) -> dict[str, Any] | None:
     return None if found is None else {**found, "name": str(dask_worker.name)}
 
 
-# -- its text: the table, lines that may be cut, then problems with their remedies
+# -- its text
 
 
-def _devices(report: Report) -> list[LiveDevice]:
-    """Return the devices, and the sum of all at the end."""
-    copied = Counter[str]()
-    for row in report.transfers:
-        copied[row.destination] += row.nbytes
-    found = by_device(
-        ((row.worker, row.worker_name, row) for row in report.devices),
-        copied,
-    )
-    workers = counted(len({row.worker for row in report.devices}), "worker")
-    return [*found.values(), total(found.values(), workers)]
-
-
-def _table(report: Report) -> tuple[Sequence[str], list[Sequence[object]]]:
-    *each, summed = _devices(report)
-    columns: tuple[str, ...] = _BY_DEVICE
-    if any(device.spills for device in report.devices):
-        columns = (*_BY_DEVICE[:5], "kept of limit", "on the host")
-    last = rows([summed], columns)[0][1:]
-    return ("device", *columns), [*rows(each, columns), [f"all {len(each)}", *last]]
+def _table(report: Report) -> tuple[Sequence[str], list[list[object]]]:
+    rows = ((row.worker, row.worker_name, row) for row in report.devices)
+    devices = by_device(rows, report.transfers)
+    return ("device", *_BY_DEVICE), cells(list(devices.values()), _BY_DEVICE)
 
 
 def _below(report: Report) -> Iterator[str]:
+    """Yield the lines below the table."""
     if report.hosted:
         yield f"tasks without a device: {report.hosted}"
     yield from _moved(report)
-    yield from _spilled(report)
     for worker, reason in report.silent.items():
         yield f"no answer from {worker}: {reason}"
     without = [worker for worker, runs in report.workers.items() if not runs]
@@ -317,47 +291,32 @@ def _below(report: Report) -> Iterator[str]:
     bare = [worker for worker, runs in report.workers.items() if runs and worker not in having]
     if bare:
         yield f"with the plugin and without devices: {', '.join(bare)}"
+    for one in report.failures:
+        at = time.strftime("%H:%M:%S", time.localtime(one.time))
+        suspects = listed(one.suspects, _MOST) or "none"
+        yield f"failed at {at}: {one.device} of {one.worker}, {one.status}; suspects: {suspects}"
+    refused = Counter((task.prefix, task.reason) for task in report.refused).most_common()
+    for (prefix, reason), n in refused[:_MOST]:
+        yield f"refused: {n} of {prefix}: {reason}"
+    if len(refused) > _MOST:
+        yield f"refused for more reasons: {len(refused) - _MOST}, see report(client).refused"
 
 
 def _moved(report: Report) -> Iterator[str]:
-    sums: defaultdict[tuple[str, str | None], list[float]] = defaultdict(lambda: [0, 0, 0, 0.0])
+    sums: dict[tuple[str, str | None], ReportedTransfer] = {}
     for row in report.transfers:
-        numbers = row.nbytes, row.copies, row.measured_nbytes, row.measured_s
         key = row.transport, row.reason
-        sums[key] = [a + b for a, b in zip(sums[key], numbers, strict=True)]
-    for (transport, reason), (nbytes, copies, timed, seconds) in sums.items():
-        rate = ""
-        if seconds > 0 and timed >= _LEAST_TIMED:
-            speed = timed / seconds / 1e9
-            rate = f", {speed:.3g} GB/s" if speed >= 1 else f", {1000 * speed:.3g} MB/s"
-        several = f"{int(copies)} {'copy' if copies == 1 else 'copies'}"
+        sums[key] = added(row, sums[key]) if key in sums else row
+    for (transport, reason), row in sums.items():
+        timed = row.rate and row.measured_nbytes >= _LEAST_TIMED
+        rate = f", {row.rate / 1e9:.3g} GB/s" if row.rate and timed else ""
         because = f": {reason}" if reason else ""
-        yield f"moved by {transport}: {nbytes_text(int(nbytes))} in {several}{rate}{because}"
-
-
-def _spilled(report: Report) -> Iterator[str]:
-    """Yield a line about the values that were moved to the host, if there are any."""
+        values = counted(row.copies, "value")
+        yield f"moved by {transport}: {nbytes_text(row.nbytes)} in {values}{rate}{because}"
     if spills := sum(device.spills for device in report.devices):
-        away = nbytes_text(sum(device.spilled_nbytes for device in report.devices))
-        back = nbytes_text(sum(device.unspilled_nbytes for device in report.devices))
-        unspills = counted(sum(device.unspills for device in report.devices), "move")
-        since = "moved to host memory since the start"
-        yield f"{since}: {away} in {counted(spills, 'move')}; came back: {back} in {unspills}"
-
-
-def _problems(report: Report) -> Iterator[str]:
-    for one in report.failures:
-        at = time.strftime("%H:%M:%S", time.localtime(one.time))
-        suspects = listed(one.suspects, _KINDS) or "none"
-        yield f"failed at {at}: {one.device} of {one.worker}, {one.status}; suspects: {suspects}"
-    kinds: dict[str, Counter[str]] = {}
-    for task in report.refused:
-        reason = " ".join(task.reason.split())
-        prefixes = kinds[reason] = kinds.pop(reason, Counter())  # the latest at the end
-        prefixes[task.prefix] += 1
-    for reason, prefixes in list(kinds.items())[-_KINDS:]:
-        named = [shortened(prefix, _NAME) for prefix, _ in prefixes.most_common()]
-        yield f"refused: {prefixes.total()} of {listed(named, 2)}: {reason}"
-    if len(kinds) > _KINDS:
-        more = counted(len(kinds) - _KINDS, "more reason")
-        yield f"refused for {more}: report(client).refused"
+        away, back = (
+            nbytes_text(sum(getattr(device, f"{kind}_nbytes") for device in report.devices))
+            for kind in ("spilled", "unspilled")
+        )
+        restored = sum(device.unspills for device in report.devices)
+        yield f"spilled: {away} in {counted(spills, 'value')}; restored: {back} in {restored}"

@@ -1,4 +1,4 @@
-"""``dask devctx top``, and ``dask devctx info`` of a whole cluster."""
+"""``dask devctx top``."""
 
 from __future__ import annotations
 
@@ -55,46 +55,35 @@ def test_the_state_is_printed_once(client: Client) -> None:
         time.sleep(1)
         text = run("top", address_of(client), "--once")
         found = json.loads(run("top", address_of(client), "--once", "--json").stdout)
-        by_tasks = run("top", address_of(client), "--once", "--sort", "tasks").stdout.splitlines()
     finally:
         stop.set()
         busy.join()
     assert text.exit_code == 0
     head, columns, *lines = text.stdout.splitlines()
     assert head.startswith(f"{address_of(client)}: 4 devices of 2 workers, ")
-    assert columns.split()[:5] == ["device", "worker", "use", "busy", "tasks/s"]
+    assert columns.split()[:4] == ["device", "use", "busy", "tasks/s"]
     assert [line.split()[0] for line in lines] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
-    assert max(map(len, text.stdout.splitlines())) <= 120
-    assert columns.split()[-1] == "now"
-    assert lines[1].split()[-1] == "nap"
-    assert by_tasks[2].split()[0] == "cuda:1"
+    assert columns.split()[-2:] == ["now", "worker"]
+    assert lines[1].split()[-2] == "nap"
     one = next(device for device in found["devices"] if device["device_id"] == 1)
     assert one["uuid"] == Device(1).uuid
     assert one["done"] > 0
     assert one["tasks_per_s"] > 5
     assert one["occupied"] > 0.3
-    assert one["memory"]["total"] == 16 * 2**30
+    assert one["memory_total"] == 16 * 2**30
     idle = next(device for device in found["devices"] if device["device_id"] == 3)
     assert (idle["done"], idle["tasks_per_s"], idle["occupied"]) == (0, 0, 0)
 
 
-def test_values_on_the_host_are_shown_with_the_limit() -> None:
+def test_values_on_the_host_are_shown() -> None:
     with started(n_workers=1, devices=[0], device_memory_limit="200 kB", protocol="tcp") as client:
         kept = client.map(nap, [0.0] * 6, pure=False)
         wait(kept)
-        once = "top", address_of(client), "--once"
-        poll_for(lambda: "on the host" in run(*once).stdout, timeout=20)
-        text = run(*once).stdout
-        *_, head, line = text.splitlines()
-        assert "kept of limit" in head
-        assert " of 195.3 KiB" in line
-        assert not line.rstrip().endswith(" 0 B")
-        (row,) = report(client).devices
-        head, line, *_ = str(report(client)).splitlines()
-        assert "kept of limit" in head
-        assert len(head) <= 100
-        assert " of 195.3 KiB" in line
-        assert line.endswith(nbytes_text(row.memory_spilled))
+        poll_for(lambda: report(client).devices[0].memory_spilled, timeout=20)
+        spilled = nbytes_text(report(client).devices[0].memory_spilled)
+        poll_for(lambda: spilled in run("top", address_of(client), "--once").stdout, timeout=20)
+        _, line, *_ = str(report(client)).splitlines()
+        assert spilled in line
 
 
 @pytest.mark.parametrize("columns", ["80", "120"])
@@ -119,25 +108,3 @@ def test_it_shows_the_state_live_until_ctrl_c(client: Client, columns: str) -> N
     _, errors = shown.communicate()
     timer.cancel()
     assert (shown.returncode, errors) == (0, "")
-
-
-# -- info
-
-
-def test_the_gpus_of_a_cluster(client: Client) -> None:
-    result = run("info", address_of(client))
-    assert result.exit_code == 0
-    head, *lines = result.stdout.splitlines()
-    assert head == "Host 127.0.0.1"
-    uses = [
-        line.partition(" uses ")[2].partition(";")[0]
-        for line in lines
-        if line.startswith("worker ")
-    ]
-    assert sorted(", ".join(uses).split(", ")) == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
-    assert result.stdout.count("4 simulated devices") == 1
-    assert sum(line.startswith("cuda:2 ") and Device(2).uuid in line for line in lines) == 1
-    found = json.loads(run("info", address_of(client), "--json").stdout)
-    assert len(found) == 2
-    used = sorted(uuid for worker in found.values() for uuid in worker["uses"])
-    assert used == sorted(Device(n).uuid for n in range(4))

@@ -90,12 +90,6 @@ def test_numbers_count_as_the_variable_does(monkeypatch: pytest.MonkeyPatch) -> 
         ({"threads_per_worker": 0}, ValueError, "threads_per_worker must be 1 or more, got 0"),
         ({"device": 0}, TypeError, r"no option 'device'. Did you mean devices\?"),
         ({"protocol": "ucx"}, ImportError, "protocol='ucx' needs the package d"),
-        ({"enable_tcp_over_ucx": True}, ImportError, "'ucx' needs the package distributed"),
-        (
-            {"protocol": "tcp", "enable_tcp_over_ucx": True},
-            TypeError,
-            "enable_tcp_over_ucx needs protocol='ucx', got 'tcp'",
-        ),
         ({"CUDA_VISIBLE_DEVICES": []}, ValueError, r"^CUDA_VISIBLE_DEVICES is empty, got \[\]"),
         ({"CUDA_VISIBLE_DEVICES": ""}, ValueError, "^CUDA_VISIBLE_DEVICES is empty, got ''"),
         ({"rmm_pool_sizes": 1}, TypeError, r"Did you mean rmm_pool_size\?"),

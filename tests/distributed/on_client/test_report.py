@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,20 +106,16 @@ def test_the_task_stream_knows_the_device_and_does_not_break(
     assert client.sync(draw) == {*ran, "fail-1"}
 
 
-def test_the_text_has_a_line_for_each_device_and_one_for_the_cluster(client: Client) -> None:
+def test_the_text_has_a_line_for_each_device(client: Client) -> None:
     run_some(client)
     found = report(client)
     head, *lines = str(found).splitlines()
-    assert head.split("  ")[0] == "device"
-    assert [line.split()[0] for line in lines] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3", "all"]
+    names = ["device", "worker", "runs", "waits", "done", "failed", "use", "memory used", "kept"]
+    assert re.split("  +", head)[:9] == names
+    assert [line.split()[0] for line in lines] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
     (device,) = [device for device in found.devices if device.device_id == 3]
-    cells = ["cuda:3", device.worker_name, "0", "0", "6", "1", str(round(device.busy_s, 1))]
-    assert lines[3].split()[:7] == cells
+    assert lines[3].split()[:6] == ["cuda:3", device.worker_name, "0", "0", "6", "1"]
     assert "of 16.0 GiB" in lines[3]
-    busy_s = sum(device.busy_s for device in found.devices)
-    assert lines[4].split()[:8] == ["all", "4", "2", "workers", "0", "0", "24", "1"]
-    assert float(lines[4].split()[8]) == round(busy_s, 1)
-    assert "of 64.0 GiB" in lines[4]
     assert str(Report()).startswith("device  worker")
 
 
@@ -129,10 +126,10 @@ def test_in_a_notebook_it_is_a_table(client: Client) -> None:
     html = report(client)._repr_html_()
     table = ElementTree.fromstring(html[: html.index("</table>") + len("</table>")])
     rows = [list(row) for row in table.iter("tr")]
-    assert len(rows) == 6
+    assert len(rows) == 5
     names = ["".join(cell.itertext()) for cell in rows[0]]
     done = names.index("done")
-    assert sum(int("".join(row[done].itertext())) for row in rows[1:-1]) == len(ran) + 1
+    assert sum(int("".join(row[done].itertext())) for row in rows[1:]) == len(ran) + 1
     with dask.annotate(device=9):
         assert client.submit(nap, 1, key="<b>bold</b>-1").exception() is not None
     assert "<b>" not in report(client)._repr_html_()
@@ -175,9 +172,7 @@ def test_the_rate_of_copies_within_a_worker(client: Client, tmp_path: Path) -> N
     assert row.nbytes == row.measured_nbytes == 16 << 20
     assert row.rate == pytest.approx(row.nbytes / row.measured_s)
     (line,) = [line for line in str(found).splitlines() if line.startswith("moved by peer")]
-    rate = row.rate / 1e9
-    said = f"{rate:.3g} GB/s" if rate >= 1 else f"{1000 * rate:.3g} MB/s"
-    assert line == f"moved by peer: 16.0 MiB in 1 copy, {said}"
+    assert line == f"moved by peer: 16.0 MiB in 1 value, {row.rate / 1e9:.3g} GB/s"
     timeline(client, tmp_path / "all.json")
     events = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
     copies = [event for event in events if event["name"] == "copy by peer"]
@@ -221,8 +216,7 @@ def test_a_worker_that_cannot_answer_does_not_hide_the_others(
     assert {device.worker for device in found.devices} == {other.address}
     assert list(found.workers) == [other.address]
     assert list(found.silent) == [mute.address]
-    last = str(found).splitlines()[-1]
-    assert last.startswith(f"no answer from {mute.address}: AttributeError("), last
+    assert f"no answer from {mute.address}: AttributeError(" in str(found)
 
 
 def test_a_cluster_without_workers_has_nothing_to_report() -> None:
@@ -301,4 +295,4 @@ async def test_values_that_ucx_carries_are_counted(monkeypatch: pytest.MonkeyPat
             assert await client.submit(add_up, x, key="sum") == 0
         (row,) = [row for row in (await report(client)).transfers if row.source == Device(0).uuid]
         assert (row.transport, row.nbytes, row.copies, row.reason) == ("ucx", 8000, 1, None)
-        assert "moved by ucx: 7.8 KiB in 1 copy" in str(await report(client))
+        assert "moved by ucx: 7.8 KiB in 1 value" in str(await report(client))
