@@ -20,7 +20,7 @@ from dask_devctx.config.options import (
     remembered_tasks,
     takes_options,
 )
-from dask_devctx.cuda.device import Device, html_table
+from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals import check_worker
 from dask_devctx.dask_internals.worker import no_more_heartbeats
 from dask_devctx.graph.keep import keep_annotations
@@ -108,12 +108,6 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in self._chosen().items())
         return f"DevicePlugin({given})"
-
-    def _repr_html_(self) -> str:
-        uses = [device.info for device in self.worker_devices] or self.options.devices
-        rows = {"uses": ", ".join(map(str, uses or ["all devices of each worker"]))}
-        rows |= {name: str(value) for name, value in self._chosen().items()}
-        return html_table("DevicePlugin", rows)
 
     def _chosen(self) -> dict[str, Any]:
         """Return the devices, and the options that are not the default."""

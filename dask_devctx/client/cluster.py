@@ -17,7 +17,7 @@ from dask_devctx.client.arguments import SETTINGS_OF_DASK_CUDA, has_nannies, wit
 from dask_devctx.client.layout import lay_out
 from dask_devctx.config.checks import key_of
 from dask_devctx.config.options import OPTION_NAMES, Options, require_packages, takes_options
-from dask_devctx.cuda.device import devices, html_table
+from dask_devctx.cuda.device import devices
 from dask_devctx.dask_internals.scheduler import WatchedCluster, add_plugin, add_worker_plugin
 from dask_devctx.errors import DevicesInUseError
 from dask_devctx.plugin import DevicePlugin
@@ -138,23 +138,11 @@ class LocalDeviceCluster(WatchedCluster):
             raise error.with_traceback(None) from None  # dask's own frames tell a user nothing
 
     def __repr__(self) -> str:
-        names = ", ".join(self._used_now()) or "none"
-        left = f"; left to others at its start: {self._layout.held}" if self._layout.held else ""
-        return f"{super().__repr__()[:-1]}, devices={names}{left})"
-
-    def _repr_html_(self, cluster_status: str | None = None) -> str:
-        found: str = super()._repr_html_(cluster_status=cluster_status)
-        rows = self._used_now()
-        if self._layout.held:
-            rows["left to others at its start"] = self._layout.held
-        return found + html_table("Devices", rows)
-
-    def _used_now(self) -> dict[str, str]:
-        """Return the devices that workers have, as names and UUIDs, in the order of their names."""
         plugins = {} if self.scheduler is None else self.scheduler.plugins
         routing = plugins.get(DeviceRouting.name, self._routing)
         used = frozenset().union(*routing.devices.values())
-        return {str(d): d.uuid for d in devices() if d.uuid in used}
+        names = ", ".join(str(device) for device in devices() if device.uuid in used) or "none"
+        return f"{super().__repr__()[:-1]}, devices={names})"
 
     def scale(self, n: int = 0, memory: Any = None, cores: Any = None) -> None:
         """Scale to ``n`` workers, as ``LocalCluster`` does."""

@@ -29,7 +29,6 @@ class Layout:
     free: tuple[Device, ...]  # those that no others hold now
     held: str  # who holds the others
     least: int  # how many devices each worker needs; 0 where workers use the same ones
-    divided: bool  # whether the share follows from the number of workers
 
     @property
     def per_worker(self) -> int:
@@ -51,16 +50,10 @@ class Layout:
         """Refuse more workers than have devices."""
         share = self.share or self.least
         if n_workers * share > len(self.devices):
-            more = ""
-            if self.divided:
-                more = (
-                    f": the {len(self.free)} devices were divided among n_workers="
-                    f"{self.n_workers}. For more workers later, pass devices_per_worker"
-                )
             raise ValueError(
                 f"{counted(n_workers, 'worker')} with {counted(share, 'device')} each would need "
                 f"{n_workers * share}, and the cluster has {len(self.devices)}. Start fewer "
-                f"workers, or lower devices_per_worker{more}"
+                "workers, or pass a lower devices_per_worker"
             )
 
 
@@ -87,14 +80,26 @@ def lay_out(
     It raises DevicesInUseError where others hold devices that the cluster needs.
     """
     used = used_devices(options)
-    held: Mapping[Device, str] = {}
+    taken: Mapping[Device, str] = {}
     if not options.shared and n_workers != 0:
         # A single worker shares with those of its process, or of its cluster.
         alone = options.devices_per_worker is None
         alone = alone and (n_workers or default_n_workers(used, options, processes)) == 1
-        sharing = f" of {cluster}" if alone and cluster else ""
-        held = _held(used, options, n_workers, in_process and alone, cluster, sharing)
-    free = tuple(device for device in used if device not in held)
+        taken = held_devices(devices(), in_process=in_process and alone, cluster=cluster)
+        if alone and cluster:
+            taken = {d: who for d, who in taken.items() if not who.endswith(f" of {cluster}")}
+    free = tuple(device for device in used if device not in taken)
+    held = {device: taken[device] for device in used if device in taken}
+    wanted = (options.devices_per_worker or 1) * (n_workers or 1)
+    if options.devices is not None and None in (n_workers, options.devices_per_worker):
+        wanted = len(used)  # all devices that are named are needed
+    if len(free) < wanted <= len(used):
+        raise DevicesInUseError(
+            wanted,
+            [str(device.info) for device in devices() if device not in taken],
+            {str(device.info): who for device, who in held.items()},
+            by_cluster=True,
+        )
     own: dict[str, Any] = {}
     started = default_n_workers(free, options, processes) if n_workers is None else n_workers
     if n_workers is None and held:
@@ -114,7 +119,7 @@ def lay_out(
         )
     text = held_text({str(device): who for device, who in held.items()})
     least = int(processes and not options.shared)
-    layout = Layout(options, own, used, started, share, free, text, least, divided)
+    layout = Layout(options, own, used, started, share, free, text, least)
     layout.check(started)
     return layout
 
@@ -130,41 +135,3 @@ def default_n_workers(used: Sequence[Device], options: Options, processes: bool)
     if options.ipc is False or on_wsl or any(one.uuid.startswith("MIG-") for one in used):
         return 1
     return len(used)
-
-
-def _held(
-    used: Sequence[Device],
-    options: Options,
-    n_workers: int | None,
-    in_process: bool,
-    cluster: str,
-    sharing: str,
-) -> Mapping[Device, str]:
-    """Return those of a new cluster's devices that others hold, with their holders."""
-
-    def held_of(some: Sequence[Device]) -> Mapping[Device, str]:
-        found = held_devices(some, in_process=in_process, cluster=cluster)
-        return {d: who for d, who in found.items() if not (sharing and who.endswith(sharing))}
-
-    held, wanted = held_of(used), _least_wanted(len(used), options, n_workers)
-    if len(used) - len(held) < wanted <= len(used):
-        others = [device for device in devices() if device not in held]
-        free = [device for device in others if device not in held_of(others)]
-        raise DevicesInUseError(
-            wanted,
-            [str(device.info) for device in free],
-            {str(device.info): who for device, who in held.items()},
-            by_cluster=True,
-        )
-    return held
-
-
-def _least_wanted(n_used: int, options: Options, n_workers: int | None) -> int:
-    """Return how many devices a cluster needs at least; devices that are named are all needed."""
-    is_named = options.devices is not None
-    if options.devices_per_worker is not None:
-        most = n_used // options.devices_per_worker if is_named else 1
-        return options.devices_per_worker * (max(most, 1) if n_workers is None else n_workers)
-    if is_named:
-        return n_used if n_workers is None else n_used // n_workers * n_workers
-    return n_workers or 1

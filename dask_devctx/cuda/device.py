@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from html import escape
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self, final
 
 from dask_devctx import driver
@@ -365,13 +364,3 @@ def devices() -> tuple[Device, ...]:
 def named_devices(wanted: Sequence[object] | None) -> tuple[Device, ...]:
     """Return the named devices, each once; None means all devices that this process sees."""
     return devices() if wanted is None else tuple(dict.fromkeys(map(Device, wanted)))
-
-
-def html_table(title: str, rows: Mapping[str, str]) -> str:
-    """Return a table of two columns for notebooks, as HTML."""
-    body = "".join(
-        f'<tr><th style="text-align: left">{escape(name)}</th>'
-        f'<td style="text-align: left">{escape(value)}</td></tr>'
-        for name, value in rows.items()
-    )
-    return f"<div><strong>{escape(title)}</strong><table>{body}</table></div>"

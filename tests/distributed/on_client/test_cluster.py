@@ -243,8 +243,7 @@ def test_adapting() -> None:
             {"n_workers": 2},
             4,
             "^4 workers with 2 devices each would need 8, and the cluster has 4. Start fewer "
-            "workers, or lower devices_per_worker: the 4 devices were divided among n_workers=2. "
-            "For more workers later, pass devices_per_worker$",
+            "workers, or pass a lower devices_per_worker$",
         ),
         (
             {"n_workers": 0, "devices_per_worker": 1},
@@ -351,7 +350,7 @@ def test_the_next_cluster_gets_the_rest(
     first = "cuda:1 is" if "devices" in given else "cuda:0, cuda:1 are"
     assert f"{first} held by worker" in line
     assert f"of {HOLDER}" in line
-    assert f", devices=cuda:2, cuda:3; left to others at its start: {first} held by" in said
+    assert said.endswith(", devices=cuda:2, cuda:3)")
 
 
 @pytest.mark.parametrize(
