@@ -196,18 +196,6 @@ def _packed() -> Any:
     return torch.nn.utils.rnn.pack_sequence(parts)
 
 
-def _schedule() -> Any:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(_t())], lr=0.5, momentum=0.9)
-    kinds = torch.optim.lr_scheduler
-    parts = [kinds.ConstantLR(optimizer), kinds.ExponentialLR(optimizer, gamma=0.5)]
-    return kinds.SequentialLR(optimizer, parts, [2])
-
-
-def _use_schedule(schedule: Any) -> Any:
-    assert all(part.optimizer is schedule.optimizer for part in schedule._schedulers)
-    return [numbers(schedule.optimizer.param_groups[0]["params"]), schedule.get_last_lr()]
-
-
 class Holder:
     def __init__(self, *parts: Any) -> None:
         self.parts = parts
@@ -233,20 +221,9 @@ def _normal() -> Any:
     return torch.distributions.Normal(_t(), torch.ones_like(_t()))
 
 
-def _multivariate() -> Any:
-    zeros, eye = torch.zeros(3, device="cuda"), torch.eye(3, device="cuda")
-    return torch.distributions.MultivariateNormal(zeros, eye)
-
-
 def _graph() -> Any:
     edges = torch.tensor([[0, 1, 1], [1, 0, 2]], device="cuda")
     return geometric.Data(x=_t(), edge_index=edges)
-
-
-def _hetero() -> Any:
-    data = geometric.HeteroData()
-    data["paper"].x = _t()
-    return data
 
 
 def _model_output() -> Any:
@@ -284,10 +261,7 @@ TENSORS_OF_A_PROCESS: dict[str, Callable[[], Any]] = {
     "with a history": lambda: _t().requires_grad_() * 2,
     "channels last": lambda: _t().reshape(1, 2, 3, 4).to(memory_format=torch.channels_last),
     "sparse CSC": lambda: _t().to_sparse_csc(),
-    "sparse BSR": lambda: _t().to_sparse_bsr((2, 2)),
     "return_types.max": lambda: torch.max(_t(), 1),
-    "return_types.sort": lambda: torch.sort(_t(), 1),
-    "return_types.topk": lambda: torch.topk(_t(), 2),
     "return_types.qr": lambda: torch.linalg.qr(_t()),
     "state dict": lambda: _model().state_dict(),
     "numbers nested": lambda: [{"a": (_t(), [_t()])}, 1],
@@ -320,16 +294,9 @@ _TORCH = {
     "torch scripted module": Kind(lambda: torch.jit.script(_model()), _run),
     "torch model and optimizer": Kind(_training, _trained, sent=True),
     "torch model, optimizer, scheduler": Kind(_with_scheduler, _trained),
-    "torch schedule of schedules": Kind(_schedule, _use_schedule),
-    "torch LBFGS": Kind(
-        lambda: torch.optim.LBFGS([torch.nn.Parameter(_t())]), lambda v: numbers(v._params)
-    ),
     "torch generator": Kind(_generator, _use_generator, on_device=False),
     "torch distribution": Kind(
         _normal, lambda v: numbers(v.log_prob(torch.ones(6, device="cuda")))
-    ),
-    "torch multivariate distribution": Kind(
-        _multivariate, lambda v: numbers(v.log_prob(torch.ones(3, device="cuda")))
     ),
     "torch dataset": Kind(
         lambda: torch.utils.data.TensorDataset(_t()), lambda v: numbers(list(v[1]))
@@ -346,14 +313,6 @@ _TORCH = {
     ),
     "torch geometric Data": Kind(
         _graph, lambda v: [*numbers([v.x, v.edge_index]), v.num_nodes], ("torch_geometric",)
-    ),
-    "torch geometric HeteroData": Kind(
-        _hetero, lambda v: numbers(v["paper"].x), ("torch_geometric",)
-    ),
-    "torch geometric Batch": Kind(
-        lambda: geometric.Batch.from_data_list([_graph(), _graph()]),
-        lambda v: [numbers(v.x), v.num_graphs],
-        ("torch_geometric",),
     ),
 }
 

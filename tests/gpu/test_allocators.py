@@ -14,10 +14,9 @@ from typing import Any
 
 import dask
 import pytest
-from distributed import Client
 
-from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, devices
-from tests.gpu.own_process import answer_of
+from dask_devctx import Device, DevicePlugin, devices
+from tests.gpu.own_process import answer_of, connected
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(320)]
 
@@ -98,17 +97,9 @@ def total(array: Any) -> list[int]:
 def through_rmm() -> dict[str, Any]:
     """A pool for each worker and device, before the first task and after a restart."""
     seen: dict[str, Any] = {"libraries": installed()}
-    with (
-        LocalDeviceCluster(
-            devices=[0, 1],
-            n_workers=2,
-            rmm_pool_size="2 GiB",
-            rmm_maximum_pool_size="4 GiB",
-            rmm_allocator_external_lib_list=installed(),
-            dashboard_address=":0",
-        ) as cluster,
-        Client(cluster) as client,
-    ):
+    pool = {"rmm_pool_size": "2 GiB", "rmm_maximum_pool_size": "4 GiB"}
+    libraries = {"rmm_allocator_external_lib_list": installed()}
+    with connected(devices=[0, 1], n_workers=2, **pool, **libraries) as client:
         seen["used"] = [
             (d.info.total_memory or 0) - (d.memory_info.free or 0) for d in devices()[:2]
         ]
@@ -147,10 +138,7 @@ def each_resource() -> dict[str, Any]:
         "none": {},
     }
     seen: dict[str, Any] = {}
-    with (
-        LocalDeviceCluster(devices=[0, 1], n_workers=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with connected(devices=[0, 1], n_workers=1) as client:
         for name, options in kinds.items():
             print(name, file=sys.stderr, flush=True)
             client.register_plugin(DevicePlugin(devices=[0, 1], **options))
@@ -161,12 +149,7 @@ def each_resource() -> dict[str, Any]:
 def cupy_async() -> dict[str, Any]:
     """CuPy's asynchronous pools in a worker of the second GPU, and the usual one afterwards."""
     seen: dict[str, Any] = {}
-    with (
-        LocalDeviceCluster(
-            devices=[1], n_workers=1, allocator="cupy-async", dashboard_address=":0"
-        ) as cluster,
-        Client(cluster) as client,
-    ):
+    with connected(devices=[1], n_workers=1, allocator="cupy-async") as client:
         with dask.annotate(device=1):
             made = client.submit(make, pure=False)
             seen["total"] = client.submit(total, made).result(timeout=60)
@@ -183,7 +166,7 @@ def cupy_async() -> dict[str, Any]:
 
 @needs_rmm
 def test_libraries_allocate_through_a_pool_of_each_worker() -> None:
-    seen = answer_of("tests.gpu.test_allocators", "through_rmm")
+    seen = answer_of(through_rmm)
     pool = ["PoolMemoryResource", "CudaMemoryResource"]
     assert sorted(map(json.dumps, seen["resources"])) == [
         json.dumps({str(ordinal): pool}) for ordinal in (0, 1)
@@ -206,7 +189,7 @@ def test_libraries_allocate_through_a_pool_of_each_worker() -> None:
 
 @needs_rmm
 def test_each_resource_is_on_each_device() -> None:
-    seen = answer_of("tests.gpu.test_allocators", "each_resource")
+    seen = answer_of(each_resource)
     plain = ["CudaMemoryResource"]
     expected = {
         "managed": ["ManagedMemoryResource"],
@@ -221,11 +204,7 @@ def test_each_resource_is_on_each_device() -> None:
 
 @needs_cupy
 def test_cupy_allocates_from_cudas_own_pool() -> None:
-    seen = answer_of("tests.gpu.test_allocators", "cupy_async")
+    seen = answer_of(cupy_async)
     assert seen["total"] == seen["kept"] == [499_999_500_000, 1]
     assert seen["with"] == ["malloc_async", [1]]
     assert seen["without"][0] != "malloc_async"
-
-
-if __name__ == "__main__":
-    print(json.dumps(globals()[sys.argv[1]]()))

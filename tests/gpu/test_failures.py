@@ -7,17 +7,13 @@ that cluster: nothing that is broken here is ever used by the tests' process.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
-import sys
 from typing import Any
 
 import dask
 import pytest
-from distributed import Client
 
-from dask_devctx import LocalDeviceCluster
-from tests.gpu.own_process import answer_of, output_of
+from tests.gpu.own_process import answer_of, connected, output_of
 
 pytestmark = [pytest.mark.gpu(count=1), pytest.mark.timeout(320)]
 
@@ -47,10 +43,7 @@ def describe(error: BaseException | None) -> dict[str, Any]:
 
 
 def one_tebibyte(library: str) -> dict[str, Any]:
-    with (
-        LocalDeviceCluster(n_workers=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with connected(n_workers=1) as client:
         (before,) = client.run(os.getpid).values()
         with dask.annotate(device=0):
             error = client.submit(allocate, library, 2**40).exception(timeout=120)
@@ -83,17 +76,10 @@ def test_only_the_task_errs_whose_kernel_breaks_the_device_later(
 @pytest.mark.parametrize("library", ["cupy", "torch"])
 def test_one_tebibyte(library: str) -> None:
     need(library)
-    seen = answer_of("tests.gpu.test_failures", "one_tebibyte", library)
+    seen = answer_of(one_tebibyte, library)
     assert seen["error"]["type"] == "DeviceOutOfMemoryError", seen
     assert seen["error"]["cause"] == "OutOfMemoryError"
     assert seen["error"]["requested_nbytes"] == 2**40
     assert seen["error"]["free_nbytes"] > 0
     assert seen["fits"] == MIB
     assert seen["same process"], "out of memory is no reason to end a process"
-
-
-if __name__ == "__main__":
-    # Workers import this module by its name.
-    from tests.gpu import test_failures
-
-    print(json.dumps(getattr(test_failures, sys.argv[1])(*sys.argv[2:])))

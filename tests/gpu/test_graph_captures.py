@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import json
-import sys
 from collections import Counter
 from typing import Any
 
 import pytest
-from distributed import Client, wait
+from distributed import wait
 
-from dask_devctx import LocalDeviceCluster, report
-from tests.gpu.own_process import answer_of
+from dask_devctx import report
+from tests.gpu.own_process import answer_of, connected
 
 pytestmark = pytest.mark.timeout(320)
 
@@ -81,16 +79,8 @@ def mean(value: Any) -> float:
 def capture_all(name: str, mode: str, workers_are: str) -> dict[str, Any]:
     """Return what the captures gave, and the other tasks."""
     capture = {"cupy": capture_with_cupy, "torch": capture_with_torch}[name]
-    with (
-        LocalDeviceCluster(
-            n_workers=2,
-            **WORKERS[workers_are],
-            tasks_per_device=3,
-            device_memory_limit=256 * MIB,
-            dashboard_address=":0",
-        ) as cluster,
-        Client(cluster) as client,
-    ):
+    options = {"tasks_per_device": 3, "device_memory_limit": 256 * MIB, **WORKERS[workers_are]}
+    with connected(n_workers=2, **options) as client:
         workers = list(client.scheduler_info()["workers"])
         here, there = {"workers": workers[:1], "pure": False}, {"workers": workers[1:]}
         made = client.map(make, range(32), name=name, **here)  # twice the limit
@@ -121,13 +111,9 @@ def test_no_graph_is_spoiled_and_all_values_are_right(
     name: str, mode: str, workers_are: str
 ) -> None:
     pytest.importorskip(name)
-    seen = answer_of("tests.gpu.test_graph_captures", name, mode, workers_are)
+    seen = answer_of(capture_all, name, mode, workers_are)
     assert seen["ended"] == {"finished": CAPTURES}
     assert seen["captured"] == [index + 200.0 for index in range(CAPTURES)]
     assert seen["sent"] == list(range(32))
     assert seen["returned"] == [*range(32), *range(32)]
     assert seen["spills"] > 0
-
-
-if __name__ == "__main__":
-    print(json.dumps(capture_all(*sys.argv[1:])))

@@ -5,10 +5,8 @@ Each scenario has a process of its own with two workers: on two GPUs, or on one 
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 import time
 from typing import Any
 
@@ -223,7 +221,7 @@ def broken(how: str) -> Any:
 
 
 def test_copies_come_after_the_work_before_them() -> None:
-    found = answer_of("tests.gpu.test_ipc", "order", "")
+    found = answer_of(order, "")
     assert found["wrong"] == {"made": 0, "given out again": 0}
     assert found["ways"] == {"ipc": 2 * ROUNDS}, found["reasons"]
     assert not any(found["staged"])
@@ -234,20 +232,12 @@ def test_copies_come_after_the_work_before_them() -> None:
     ("left_out", "what"), [("after", "made"), ("after_current_streams", "given out again")]
 )
 def test_without_its_event_a_copy_is_wrong(left_out: str, what: str) -> None:
-    assert answer_of("tests.gpu.test_ipc", "order", left_out)["wrong"][what] > 0
+    assert answer_of(order, left_out)["wrong"][what] > 0
 
 
 @pytest.mark.parametrize("how", ["kill", "illegal address"])
 def test_one_worker_ends_in_the_middle_of_a_transfer(how: str) -> None:
-    found = answer_of("tests.gpu.test_ipc", "broken", how)
+    found = answer_of(broken, how)
     assert found["wrong"] == 0
     assert found["others"] == 0
     assert not any(found["staged"])
-
-
-if __name__ == "__main__":
-    # The workers have to find the functions under this module's name.
-    from tests.gpu import test_ipc
-
-    answer = getattr(test_ipc, sys.argv[1])(*sys.argv[2:])
-    print(json.dumps(answer), flush=True)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
-from distributed import Client, Worker, wait
+from distributed import Worker, wait
 
-from dask_devctx import LocalDeviceCluster
-from tests.gpu.own_process import answer_of
+from tests.gpu.own_process import answer_of, connected
 
 pytestmark = [pytest.mark.gpu(count=1), pytest.mark.timeout(320)]
 MIB = 2**20
@@ -29,16 +27,8 @@ def taken(dask_worker: Worker) -> tuple[int, int]:
 
 
 def host_memory() -> dict[str, Any]:
-    with (
-        LocalDeviceCluster(
-            n_workers=1,
-            devices=[0],
-            device_memory_limit=256 * MIB,
-            memory_limit=0,
-            dashboard_address=":0",
-        ) as cluster,
-        Client(cluster) as client,
-    ):
+    limits = {"device_memory_limit": 256 * MIB, "memory_limit": 0}
+    with connected(n_workers=1, devices=[0], **limits) as client:
         futures = client.map(cupy_array, range(32), pure=False)  # 2 GiB
         wait(futures)
         ((locked, spilled),) = client.run(taken).values()
@@ -47,12 +37,5 @@ def host_memory() -> dict[str, Any]:
 
 def test_host_memory_of_a_value_is_taken_once() -> None:
     pytest.importorskip("cupy")
-    seen = answer_of("tests.gpu.test_memory")
+    seen = answer_of(host_memory)
     assert 0 < seen["spilled"] <= seen["locked"] <= seen["spilled"] * 1.05
-
-
-if __name__ == "__main__":
-    # Workers import this module by its name.
-    from tests.gpu import test_memory
-
-    print(json.dumps(test_memory.host_memory()))

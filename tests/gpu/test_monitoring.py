@@ -6,7 +6,6 @@ One process has a cluster with both GPUs, and works on one of them while it look
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -14,10 +13,9 @@ from typing import Any
 
 import dask
 import pytest
-from distributed import Client
 
-from dask_devctx import LocalDeviceCluster, report, timeline
-from tests.gpu.own_process import answer_of
+from dask_devctx import report, timeline
+from tests.gpu.own_process import answer_of, connected
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(320)]
 
@@ -44,10 +42,7 @@ def observe(n_workers: int) -> dict[str, Any]:
         ]
         for handle in at
     }
-    with (
-        LocalDeviceCluster(n_workers=n_workers, devices=[0, 1], dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with connected(n_workers=n_workers, devices=[0, 1]) as client:
         with dask.annotate(device=1):
             made = client.submit(work, 6.0)
         time.sleep(4)
@@ -79,7 +74,7 @@ def observe(n_workers: int) -> dict[str, Any]:
 @pytest.mark.parametrize("n_workers", [1, 2])
 def test_numbers_are_those_of_nvml(n_workers: int) -> None:
     pytest.importorskip("cupy")
-    seen = answer_of("tests.gpu.test_monitoring", str(n_workers))
+    seen = answer_of(observe, n_workers)
     idle, busy = seen["utilization"]
     assert busy > 0.5
     assert seen["occupied_s"][1] > 2 > seen["occupied_s"][0]
@@ -94,7 +89,3 @@ def test_numbers_are_those_of_nvml(n_workers: int) -> None:
     if seen["nvml utilization"][0] > 0.5:
         pytest.skip(f"the GPU that is to be idle has other work: {seen['others'][0]}")
     assert idle < 0.5
-
-
-if __name__ == "__main__":
-    print(json.dumps(observe(int(sys.argv[1]))))

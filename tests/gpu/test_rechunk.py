@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
-from distributed import Client
 
-from dask_devctx import LocalDeviceCluster
-from tests.gpu.own_process import answer_of
+from tests.gpu.own_process import answer_of, connected
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(320)]
 N = 4000
@@ -21,7 +17,7 @@ def numbers() -> Any:
     return np.random.default_rng(0).integers(0, 10**9, (N, N))
 
 
-def rechunk(shape: dict[str, Any], chunk: int) -> dict[str, Any]:
+def rechunk(n_workers: int, chunk: int) -> dict[str, Any]:
     import cupy
     import dask.array as da
 
@@ -32,10 +28,7 @@ def rechunk(shape: dict[str, Any], chunk: int) -> dict[str, Any]:
             bool((x == expected).all()),
         )
 
-    with (
-        LocalDeviceCluster(devices=[0, 1], dashboard_address=":0", **shape) as cluster,
-        Client(cluster) as client,
-    ):
+    with connected(devices=[0, 1], n_workers=n_workers) as client:
         x = da.from_array(numbers(), chunks=chunk).map_blocks(cupy.asarray)
         columns = x.rechunk((N, chunk // 2), method="p2p").to_delayed().ravel()
         futures = client.compute(columns.tolist())
@@ -47,13 +40,9 @@ def rechunk(shape: dict[str, Any], chunk: int) -> dict[str, Any]:
         return {"found": sorted(set(map(str, client.gather(checks))))}
 
 
-@pytest.mark.parametrize("chunk", ["1000", "100"])
-@pytest.mark.parametrize("n_workers", ["1", "2"])
-def test_right_and_on_the_device_of_the_task(n_workers: str, chunk: str) -> None:
+@pytest.mark.parametrize("chunk", [1000, 100])
+@pytest.mark.parametrize("n_workers", [1, 2])
+def test_right_and_on_the_device_of_the_task(n_workers: int, chunk: int) -> None:
     pytest.importorskip("cupy")
-    found = answer_of(__name__, n_workers, chunk)["found"]
+    found = answer_of(rechunk, n_workers, chunk)["found"]
     assert found == ["('cupy', True, True)"]
-
-
-if __name__ == "__main__":
-    print(json.dumps(rechunk({"n_workers": int(sys.argv[1])}, int(sys.argv[2]))))

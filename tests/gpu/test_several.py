@@ -6,8 +6,6 @@ Each scenario has a process of its own, with one worker for all of its GPUs.
 from __future__ import annotations
 
 import itertools
-import json
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +14,8 @@ import dask
 import pytest
 from distributed import Client
 
-from dask_devctx import LocalDeviceCluster, task_devices
-from tests.gpu.own_process import answer_of
+from dask_devctx import task_devices
+from tests.gpu.own_process import answer_of, connected
 
 pytestmark = pytest.mark.timeout(320)
 
@@ -100,15 +98,10 @@ def _fill(_: int) -> int:
     return int(task_devices()[0])
 
 
-def beside_others(client: Client, count: int, name: str) -> dict[str, Any]:
+def beside_others(count: int, name: str) -> dict[str, Any]:
     """Tasks of all GPUs while tasks of one fill the rest: right, and never beside each other."""
-    client.gather(client.map(_fill, range(count), pure=False))  # the libraries are loaded
-    with dask.annotate(devices=count):
-        client.submit(_timed, TASKS[name], 0, pure=False).result(120)
-    fillers = client.map(lambda n: _timed(_fill, n), range(FILLERS), pure=False)
-    with dask.annotate(devices=count, priority=1):
-        large = client.map(lambda n: _timed(TASKS[name], n), range(10), pure=False)
-    runs = client.gather(large), client.gather(fillers)
+    with connected(n_workers=1, devices=list(range(count))) as client:
+        runs = _run(client, count, name)
     spans: dict[int, list[tuple[float, float]]] = {}
     for _, devices, start, end in [*runs[0], *runs[1]]:
         for one in devices:
@@ -117,45 +110,33 @@ def beside_others(client: Client, count: int, name: str) -> dict[str, Any]:
     for one in spans.values():
         one.sort()
         overlaps += sum(b[0] < a[1] for a, b in itertools.pairwise(one))
-    first = min(start for one in spans.values() for start, _ in one)
-    last = max(end for one in spans.values() for _, end in one)
-    used = sum(end - start for one in spans.values() for start, end in one)
     return {
         "right": all(answer is True for answer, *_ in runs[0]),
         "devices": sorted({len(devices) for _, devices, *_ in runs[0]}),
         "filled": sorted({one for _, devices, *_ in runs[1] for one in devices}),
         "overlaps": overlaps,
-        "used": used / (len(spans) * (last - first)),
     }
 
 
-def _cluster(count: int) -> LocalDeviceCluster:
-    return LocalDeviceCluster(n_workers=1, devices=list(range(count)), dashboard_address=":0")
-
-
-if __name__ == "__main__":
-    # The workers have to find the functions under this module's name.
-    from tests.gpu import test_several
-
-    scenario, how_many, about = sys.argv[1:]
-    with _cluster(int(how_many)) as cluster, Client(cluster) as connected:
-        answer = getattr(test_several, scenario)(connected, int(how_many), about)
-    print(json.dumps(answer), flush=True)
+def _run(client: Client, count: int, name: str) -> tuple[list[Any], list[Any]]:
+    client.gather(client.map(_fill, range(count), pure=False))  # the libraries are loaded
+    with dask.annotate(devices=count):
+        client.submit(_timed, TASKS[name], 0, pure=False).result(120)
+    fillers = client.map(lambda n: _timed(_fill, n), range(FILLERS), pure=False)
+    with dask.annotate(devices=count, priority=1):
+        large = client.map(lambda n: _timed(TASKS[name], n), range(10), pure=False)
+    return client.gather(large), client.gather(fillers)
 
 
 # -- the tests
-
-
-def scenario_of(name: str, count: int, about: str = "-") -> Any:
-    # NCCL's multicast over NVLink needs rights that a shared machine may not give.
-    return answer_of("tests.gpu.test_several", name, str(count), about, NCCL_NVLS_ENABLE="0")
 
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", TASKS)
 def test_work_of_several_gpus_beside_that_of_one(name: str, count: int) -> None:
     pytest.importorskip("cupy")
-    found = scenario_of("beside_others", count, name)
+    # NCCL's multicast over NVLink needs rights that a shared machine may not give.
+    found = answer_of(beside_others, count, name, NCCL_NVLS_ENABLE="0")
     assert found["right"]
     assert found["devices"] == [count]
     assert found["filled"] == list(range(count))

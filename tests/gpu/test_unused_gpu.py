@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -18,11 +17,10 @@ from typing import Any
 
 import dask
 import pytest
-from distributed import Client
 
-from dask_devctx import Device, LocalDeviceCluster, devices
+from dask_devctx import Device, devices
 from tests.gpu.kinds import make
-from tests.gpu.own_process import answer_of
+from tests.gpu.own_process import answer_of, connected
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(320)]
 
@@ -78,12 +76,7 @@ def send_everything() -> dict[str, Any]:
         if importlib.util.find_spec(re.match(r"\w+", name)[0]) is None:  # type: ignore[index]
             continue
         print(name, file=sys.stderr, flush=True)
-        with (
-            LocalDeviceCluster(
-                n_workers=1, devices=[1], memory_limit="60GiB", dashboard_address=":0"
-            ) as cluster,
-            Client(cluster) as client,
-        ):
+        with connected(n_workers=1, devices=[1], memory_limit="60GiB") as client:
             x = client.submit(make_it, pure=False)
             x.result(timeout=60)  # it is packed by the worker
             [y] = client.scatter([x.result(timeout=60)])  # and unpacked
@@ -98,7 +91,7 @@ def send_everything() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def everything() -> dict[str, Any]:
-    seen: dict[str, Any] = answer_of("tests.gpu.test_unused_gpu")
+    seen: dict[str, Any] = answer_of(send_everything)
     return seen
 
 
@@ -107,7 +100,3 @@ def test_only_the_workers_gpu_has_a_context(name: str, everything: dict[str, Any
     if name not in everything:
         pytest.skip(f"{name} is not installed")
     assert everything[name] == [1]
-
-
-if __name__ == "__main__":
-    print(json.dumps(send_everything()))

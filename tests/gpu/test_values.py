@@ -6,7 +6,6 @@ For each layout one process has a cluster and passes all kinds; the tests look a
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,12 +13,12 @@ from typing import Any
 import dask
 import numpy as np
 import pytest
-from distributed import Client, wait
+from distributed import wait
 
-from dask_devctx import Device, LocalDeviceCluster, report
+from dask_devctx import Device, report
 from dask_devctx.transfer import device_of, nbytes_by_device, to_device
 from tests.gpu.kinds import KINDS, make, missing, same, use, use_at_home, where
-from tests.gpu.own_process import answer_of, first_device
+from tests.gpu.own_process import answer_of, connected, first_device
 
 pytestmark = pytest.mark.timeout(320)
 
@@ -79,10 +78,7 @@ def pass_everything(layout: str) -> dict[str, Any]:
     options, _ = LAYOUTS[layout]
     last = options["devices"][-1]
     seen: dict[str, Any] = {}
-    with (
-        LocalDeviceCluster(**options, memory_limit="60GiB", dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with connected(**options, memory_limit="60GiB") as client:
         found = client.run(first_device)
         workers = sorted(found, key=found.__getitem__)
         source, target = workers[0], workers[-1]
@@ -119,7 +115,7 @@ def pass_everything(layout: str) -> dict[str, Any]:
 )
 def everything(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    return request.param, answer_of("tests.gpu.test_values", request.param, **variables)
+    return request.param, answer_of(pass_everything, request.param, **variables)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -196,7 +192,3 @@ def test_the_bytes_of_a_sparse_torch_tensor(layout: str, indices: int) -> None:
     torch = pytest.importorskip("torch")
     x = getattr(torch.eye(4, device="cuda:0"), layout)()
     assert nbytes_by_device(x) == {Device(0): indices + 4 * 4}
-
-
-if __name__ == "__main__":
-    print(json.dumps(pass_everything(sys.argv[1])))
