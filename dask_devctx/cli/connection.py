@@ -1,4 +1,4 @@
-"""What a command checks first: the address of its scheduler, the options and the devices."""
+"""The address of a command's scheduler, and how a command ends on errors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import dask
 from distributed.comm import get_address_host
 from distributed.core import coerce_to_address
 
-from dask_devctx.client.layout import used_devices
-from dask_devctx.config.options import Options, is_ucx, require_packages, require_ucx
+from dask_devctx.config.options import is_ucx, require_ucx
 from dask_devctx.errors import DevctxError
 
 
@@ -26,14 +25,6 @@ def said() -> Iterator[None]:
         raise click.UsageError(str(error)) from error
     except (DevctxError, ImportError) as error:
         raise click.ClickException(str(error)) from error
-
-
-def usable_options() -> Options:
-    """Return the configured options; refuse them where a device or a package is missing."""
-    options = Options()
-    require_packages(options)
-    used_devices(options)
-    return options
 
 
 def scheduler_address(scheduler: str | None, scheduler_file: str | None) -> str | None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import click
-import dask
 from distributed import Scheduler, Worker, WorkerPlugin
 
-from dask_devctx.cli.connection import said, usable_options
 from dask_devctx.dask_internals.worker import set_up_at_start
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.routing import DeviceRouting
 from dask_devctx.worker.leases import registration
-from dask_devctx.worker.leases.registration import NOT_STARTED
 
 
 async def dask_setup(server: object) -> None:
@@ -46,21 +42,3 @@ class _Failing(WorkerPlugin):  # type: ignore[misc]
     async def setup(self, worker: Worker) -> None:
         await registration.refuse(worker, self._error)
         raise self._error
-
-
-def _look_first() -> None:
-    """Let ``dask worker --preload dask_devctx`` end with one line if its devices cannot be used."""
-    context = click.get_current_context(silent=True)
-    command = getattr(context and context.command.callback, "__module__", "")
-    # A process that is forked from this one later must find the driver untouched.
-    forks = dask.config.get("distributed.worker.multiprocessing-method", "spawn") != "spawn"
-    if command != "distributed.cli.dask_worker" or forks:
-        return
-    try:
-        with said():
-            usable_options()
-    except click.ClickException as error:
-        raise click.ClickException(f"{error.format_message().rstrip('.')}. {NOT_STARTED}") from None
-
-
-_look_first()

@@ -12,7 +12,7 @@ import dask
 from distributed.cli.dask_worker import main as dask_worker
 
 from dask_devctx import driver
-from dask_devctx.cli.connection import cluster_address, said, scheduler_address, usable_options
+from dask_devctx.cli.connection import cluster_address, said, scheduler_address
 from dask_devctx.client.arguments import NOT_NEEDED
 from dask_devctx.client.layout import lay_out
 from dask_devctx.config.checks import RMM, flag, key_of
@@ -21,6 +21,7 @@ from dask_devctx.config.options import (
     Options,
     fold_rmm,
     is_ucx,
+    require_packages,
     require_ucx,
     text_of,
 )
@@ -106,7 +107,9 @@ def _run(**given: Any) -> None:
         if method:
             settings["distributed.worker.multiprocessing-method"] = method
         with dask.config.set(settings):
-            layout = lay_out(usable_options(), n_workers, processes=given["nanny"], cluster=cluster)
+            options = Options()
+            require_packages(options)
+            layout = lay_out(options, n_workers, processes=given["nanny"], cluster=cluster)
     found = discovery.inventory(driver.backend())
     if found.source == "nvml" and found.problems:  # such as a wrong entry of CUDA_VISIBLE_DEVICES
         click.echo("\n".join(found.problems), err=True)
