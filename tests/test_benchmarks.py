@@ -94,22 +94,6 @@ def fails(count: int) -> float:
     raise ContenderFailedError("it has had enough")
 
 
-def test_ours_failing_is_told_by_the_status(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Subject:
-        TITLE = "a subject"
-
-        @staticmethod
-        def cases(size: Size) -> Iterator[Case]:
-            yield Case("a case", "with", [Contender("ours", fails, "ours"), _constant("peer", 1.0)])
-
-    monkeypatch.setattr(subjects, "load", lambda name: Subject)
-    done = CliRunner().invoke(main, ["--tiny", "scope", "-o", str(tmp_path)])
-    assert done.exit_code == 1
-    assert "FAILED: ours: it has had enough" in done.output
-
-
 def _constant(name: str, value: float, **options: object) -> Contender:
     return Contender(name, lambda count: value * count, **options)  # type: ignore[arg-type]
 
@@ -132,20 +116,6 @@ def test_ratios_are_ours_by_theirs_and_only_peers_that_do_the_whole_job_count() 
     assert best.contender.name == "peer"
     assert best.ratios == pytest.approx([0.5, 0.5, 0.5])
     assert judgement(case, measured) == "ours ÷ peer = 0.500, target at most 0.45: MISSED"
-
-
-def test_rounds_are_interleaved_and_nobody_always_follows_the_same() -> None:
-    order: list[str] = []
-
-    def note(name: str) -> Contender:
-        def run(count: int) -> float:
-            order.append(name)
-            return 1.0
-
-        return Contender(name, run, role="ours" if name == "a" else "peer")
-
-    measure(Case("a case", "with", [note(name) for name in "abc"]), Size(rounds=3, round_s=0))
-    assert order[3:] == list("abcbcacab")  # after one warm-up each
 
 
 def test_a_contender_that_fails_is_reported_and_stops_nobody() -> None:

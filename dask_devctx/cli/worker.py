@@ -11,13 +11,13 @@ import click
 import dask
 from distributed.cli.dask_worker import main as dask_worker
 
-from dask_devctx import driver
 from dask_devctx.cli.connection import cluster_address, said, scheduler_address
 from dask_devctx.client.arguments import NOT_NEEDED
 from dask_devctx.client.layout import lay_out
 from dask_devctx.config.checks import RMM, flag, key_of
 from dask_devctx.config.options import (
     OPTION_NAMES,
+    RMM_NAMES,
     Options,
     fold_rmm,
     is_ucx,
@@ -25,7 +25,6 @@ from dask_devctx.config.options import (
     require_ucx,
     text_of,
 )
-from dask_devctx.cuda import discovery
 
 _HELP = """Start workers on this machine, which use its GPUs.
 
@@ -51,19 +50,7 @@ Examples:
 _OURS_TOO: Final = {"n_workers", "nthreads"}
 # An option that is a function has no text.
 _IN_PYTHON_ONLY: Final = {"policy"}
-# The meaning of dask-cuda's options for RMM.
-_RMM: Final = {
-    "rmm_pool_size": "The initial size of an RMM pool on each device: a fraction, or bytes.",
-    "rmm_maximum_pool_size": "How large such a pool may become; all of the memory by default.",
-    "rmm_managed_memory": "RMM allocates managed memory, which the driver moves to the host.",
-    "rmm_async": "RMM uses CUDA's asynchronous allocator.",
-    "rmm_release_threshold": "With it: how much unused memory it keeps; all by default.",
-    "rmm_log_directory": "Where RMM logs each allocation, a file for each worker and device.",
-    "rmm_track_allocations": "RMM counts the bytes, for dask's dashboard. This is slow.",
-    "rmm_allocator_external_lib_list": "The libraries that allocate through RMM: some of cupy, "
-    "torch and numba, with commas.",
-}
-_DASK_CUDAS: Final = (*_RMM, "enable_cudf_spill", "cudf_spill_stats", "pre_import")
+_DASK_CUDAS: Final = (*RMM_NAMES, "enable_cudf_spill", "cudf_spill_stats", "pre_import")
 # Options of dask-cuda's command that change nothing here.
 _ACCEPTED: Final = {
     "shared_filesystem": "--shared-filesystem/--no-shared-filesystem",
@@ -110,9 +97,6 @@ def _run(**given: Any) -> None:
             options = Options()
             require_packages(options)
             layout = lay_out(options, n_workers, processes=given["nanny"], cluster=cluster)
-    found = discovery.inventory(driver.backend())
-    if found.source == "nvml" and found.problems:  # such as a wrong entry of CUDA_VISIBLE_DEVICES
-        click.echo("\n".join(found.problems), err=True)
     if layout.held:
         names = ", ".join(map(str, layout.free))
         click.echo(f"The workers use the devices that are free, {names}: {layout.held}", err=True)
@@ -181,7 +165,7 @@ def _parameters() -> Iterator[click.Parameter]:
 def _text_of(name: str) -> str:
     if name == "devices":
         return f"{text_of(name)} With commas between them."
-    return _RMM.get(name) or text_of(name)
+    return "As of dask cuda worker." if name in RMM_NAMES else text_of(name)
 
 
 worker = click.Command(

@@ -34,14 +34,6 @@ def observe(n_workers: int) -> dict[str, Any]:
         return x
 
     pynvml.nvmlInit()
-    at = [pynvml.nvmlDeviceGetHandleByIndex(n) for n in range(pynvml.nvmlDeviceGetCount())]
-    others = {
-        pynvml.nvmlDeviceGetUUID(handle): [
-            f"process {one.pid} with {(one.usedGpuMemory or 0) >> 20} MiB"
-            for one in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        ]
-        for handle in at
-    }
     with connected(n_workers=n_workers, devices=[0, 1]) as client:
         with dask.annotate(device=1):
             made = client.submit(work, 6.0)
@@ -59,7 +51,6 @@ def observe(n_workers: int) -> dict[str, Any]:
         events = json.loads(path.read_text())["traceEvents"]
         names = {event["name"] for event in events if event["ph"] == "C"}
         return {
-            "others": [others.get(device.uuid, []) for device in devices],
             "nvml utilization": computing,
             "utilization": [device.utilization for device in devices],
             "occupied_s": [device.occupied_s for device in devices],
@@ -87,5 +78,5 @@ def test_numbers_are_those_of_nvml(n_workers: int) -> None:
     assert any("utilization (%)" in name for name in seen["counters"])
     assert seen["nvml utilization"][1] > 0.5
     if seen["nvml utilization"][0] > 0.5:
-        pytest.skip(f"the GPU that is to be idle has other work: {seen['others'][0]}")
+        pytest.skip("the GPU that is to be idle has other work")
     assert idle < 0.5
