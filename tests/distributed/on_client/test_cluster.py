@@ -29,7 +29,7 @@ from dask_devctx import (
 )
 from dask_devctx.client import layout
 from dask_devctx.config.options import OPTION_NAMES, Options
-from tests.distributed.devices import acquire, here, of_worker, started
+from tests.distributed.devices import acquire, here, of_worker, started, workers_of
 
 QUIET: dict[str, Any] = {"processes": False, "dashboard_address": ":0"}
 
@@ -46,55 +46,35 @@ def until_there_are(cluster: LocalDeviceCluster, n_workers: int) -> None:
     poll_for(lambda: len(cluster.workers) == n_workers, timeout=10)
 
 
-def threads(cluster: LocalDeviceCluster) -> list[int]:
-    return [worker.state.nthreads for worker in cluster.workers.values()]
-
-
 HALVES = {"devctx.devices-per-worker": 1, "devctx.devices": [0, 2]}
+EACH, ALL = [[0], [1], [2], [3]], [[0, 1, 2, 3]]
+PROCESSES = {"processes": True}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "settings", "expected"),
+    ("arguments", "settings", "expected", "threads"),
     [
-        ({}, {}, [[0, 1, 2, 3]]),
-        ({"n_workers": 2}, {}, [[0, 1], [2, 3]]),
-        ({"n_workers": 2, "devices": [3, "cuda:1"]}, {}, [[1], [3]]),
-        ({"n_workers": 2, "devices_per_worker": 1}, {}, [[0], [1]]),
-        ({"devices": [2]}, {}, [[2]]),
-        ({"n_workers": 2, "plugin": DevicePlugin()}, {}, [[0, 1], [2, 3]]),
-        ({"n_workers": 2}, HALVES, [[0], [2]]),
+        (PROCESSES, {}, EACH, 8),
+        (PROCESSES, {"devctx.ipc": False}, ALL, 32),
+        ({}, {}, ALL, 32),
+        ({"n_workers": 2}, {}, [[0, 1], [2, 3]], 16),
+        ({"n_workers": 4, "tasks_per_device": 2}, {}, EACH, 16),
+        ({"n_workers": 2, "devices": [3, "cuda:1"]}, {}, [[1], [3]], 8),
+        ({"n_workers": 2, "devices_per_worker": 1}, {}, [[0], [1]], 8),
+        ({"devices": [2], "threads_per_worker": 3}, {}, [[2]], 3),
+        ({"n_workers": 2, "plugin": DevicePlugin()}, {}, [[0, 1], [2, 3]], 16),
+        ({"n_workers": 2}, HALVES, [[0], [2]], 8),
     ],
 )
-def test_who_gets_what(
-    arguments: dict[str, Any], settings: dict[str, Any], expected: list[list[int]]
+def test_the_devices_and_threads_of_each_worker(
+    arguments: dict[str, Any], settings: dict[str, Any], expected: list[list[int]], threads: int
 ) -> None:
-    with dask.config.set(settings), LocalDeviceCluster(**arguments, **QUIET) as cluster:
-        assert ordinals(cluster) == expected
+    with dask.config.set(settings), started(**arguments) as client:
+        client.wait_for_workers(len(expected), timeout=60)
+        assert sorted(client.run(of_worker).values()) == expected
+        assert {worker["nthreads"] for worker in workers_of(client).values()} == {threads}
     if "plugin" in arguments:
         assert arguments["plugin"].devices_per_worker is None, "what was given is not changed"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "settings", "expected"),
-    [
-        ({}, {}, [[0], [1], [2], [3]]),
-        ({"devices_per_worker": 2}, {}, [[0, 1], [2, 3]]),
-        ({"n_workers": 1}, {}, [[0, 1, 2, 3]]),
-        ({}, {"devctx.ipc": False}, [[0, 1, 2, 3]]),
-    ],
-)
-def test_by_default_there_is_a_worker_for_each_device(
-    arguments: dict[str, Any], settings: dict[str, Any], expected: list[list[int]]
-) -> None:
-    with (
-        dask.config.set(settings),
-        started(processes=True, **arguments) as client,
-    ):
-        client.wait_for_workers(len(expected), timeout=60)
-        found = client.run(
-            lambda dask_worker: [d.device_id for d in dask_worker.plugins["devctx"].worker_devices]
-        )
-        assert sorted(found.values()) == expected
 
 
 def test_devices_that_show_no_memory_have_one_worker() -> None:
@@ -105,15 +85,11 @@ def test_devices_that_show_no_memory_have_one_worker() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said", "expected"),
     [
-        ({"n_workers": 3}, "3 workers will use 3 of the 4 devices, 1 each: 1 d", [[0], [1], [2]]),
-        (
-            {"devices_per_worker": 3},
-            "1 worker will use 3 of the 4 devices, 3 each: 1 device will be idle",
-            [[0, 1, 2]],
-        ),
+        ({"n_workers": 3}, "3 workers will use 3 of the 4 devices, 1 each: 1 d", EACH[:3]),
+        ({"devices_per_worker": 3}, "1 worker .* 3 each: 1 device will be idle", [[0, 1, 2]]),
     ],
 )
-def test_devices_that_are_left_over_or_named_twice_are_told(
+def test_devices_that_are_left_over_are_told(
     arguments: dict[str, Any], said: str, expected: list[list[int]]
 ) -> None:
     with (
@@ -122,17 +98,6 @@ def test_devices_that_are_left_over_or_named_twice_are_told(
     ):
         assert ordinals(cluster) == expected
     assert [one.filename for one in caught] == [__file__]
-
-
-def test_threads_follow_the_devices_of_a_worker() -> None:
-    with LocalDeviceCluster(**QUIET) as cluster:
-        (one,) = threads(cluster)
-    with LocalDeviceCluster(n_workers=4, tasks_per_device=2, **QUIET) as cluster:
-        each = threads(cluster)
-    assert one == 4 * 8
-    assert each == [2 * 8] * 4
-    with LocalDeviceCluster(threads_per_worker=3, **QUIET) as cluster:
-        assert threads(cluster) == [3]
 
 
 def leftovers(before: set[psutil.Process]) -> set[psutil.Process]:
