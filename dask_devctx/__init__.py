@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dask_devctx.cuda.context import Context, PrimaryContext
 from dask_devctx.cuda.device import Device, devices
 from dask_devctx.cuda.on_device import on_device, task_devices
-from dask_devctx.cuda.properties import CacheConfig, ContextFlags, Limit, StreamPriorityRange
+from dask_devctx.cuda.properties import ContextFlags, Limit
 from dask_devctx.errors import (
     DevctxError,
     DeviceFailedError,
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from dask_devctx.worker.placement.policy import Candidate, start_soonest
 
 __all__ = [
-    "CacheConfig",
     "Candidate",
     "Context",
     "ContextFlags",
@@ -65,7 +64,6 @@ __all__ = [
     "NotEnoughDevicesError",
     "PrimaryContext",
     "SimulatedArray",
-    "StreamPriorityRange",
     "UnsupportedDaskError",
     "ValueNotMovableError",
     "VisibleDevicesError",

@@ -43,7 +43,9 @@ def loop(calls: Calls, handle: int) -> Callable[[int], float]:
     CannotCompileError
         There is no compiler, or the driver does not tell its addresses.
     """
-    get_current, set_current = calls.current_address(), calls.set_current_address()
+    get_current, set_current = (
+        calls.checked.address(name, 4000) for name in ("cuCtxGetCurrent", "cuCtxSetCurrent")
+    )
     if not get_current or not set_current:
         raise CannotCompileError("the driver does not tell the addresses of its functions")
     function = _compiled()

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn, Self
 
 from dask_devctx import driver
-from dask_devctx.cuda.properties import (
-    CacheConfig,
-    ContextFlags,
-    Limits,
-    StreamPriorityRange,
-    joined,
-)
-from dask_devctx.cuda.scope import lives, open_scopes, raise_or_note
+from dask_devctx.cuda.properties import ContextFlags, Limits, checked
+from dask_devctx.cuda.scope import lives, open_scopes
 from dask_devctx.cuda.suspending import RunningScope
 from dask_devctx.driver.backends import ProcessLock
 from dask_devctx.driver.calls import Calls
@@ -24,9 +17,6 @@ from dask_devctx.errors import DevctxError, DeviceScopeError, DriverError
 
 if TYPE_CHECKING:
     from dask_devctx.cuda.device import Device
-
-Flags = ContextFlags | Iterable[ContextFlags]
-
 
 _closing = ProcessLock()
 
@@ -38,25 +28,25 @@ class Context(RunningScope):
     ----------
     device
         Anything that :class:`~dask_devctx.Device` accepts.
-    more, flags
-        Any of :class:`ContextFlags`: each a flag, or an iterable of flags.
+    flags
+        One of :class:`ContextFlags`, or several: ``SCHED_SPIN | MAP_HOST``.
 
     Raises
     ------
     DriverError
         The driver cannot make the context.
     TypeError
-        A flag is not a number, or ``device`` does not name a device; a flag does not.
+        ``flags`` are no ``ContextFlags``, or ``device`` does not name a device; a flag does not.
     ValueError
-        A flag is unknown, or more than one ``SCHED_`` flag is given: they exclude each other.
+        More than one ``SCHED_`` flag is given: they exclude each other.
 
     Notes
     -----
     ``Context(device)`` makes a new context beside the primary one that CUDA's libraries use, and
     owns it: only :meth:`close` destroys it. If an owner is collected before it is closed, it warns.
     The context then lives until the process ends, because it may be current on some thread.
-    ``Context.temporary(device)`` makes, enters and closes a context. ``Context.current()`` borrows
-    one. ``device.primary_context`` is shared, and is an instance of this class, too.
+    ``Context.current()`` borrows one. ``device.primary_context`` is shared, and is an instance of
+    this class, too.
 
     Making a context leaves the thread's current context as it was. So does every property. If
     making it fails half-way, the new context is destroyed. A copy of the object
@@ -68,7 +58,8 @@ class Context(RunningScope):
 
     Examples
     --------
-    >>> with Context.temporary(1, flags=ContextFlags.SCHED_BLOCKING_SYNC) as own:
+    >>> from contextlib import closing
+    >>> with closing(Context(1, ContextFlags.SCHED_BLOCKING_SYNC)) as own, own:
     ...     Context.current() is own, own.device.device_id
     (True, 1)
     """
@@ -79,13 +70,13 @@ class Context(RunningScope):
     _identity: int | None  # which context the handle meant when it was taken
     _owned: bool
 
-    def __init__(self, device: object, *more: Flags, flags: Flags = ()) -> None:
+    def __init__(self, device: object, flags: ContextFlags = ContextFlags.SCHED_AUTO) -> None:
         from dask_devctx.cuda.device import Device
 
         self._owned = False  # until it is made
         if isinstance(device, ContextFlags):  # a number, which would name some device
             raise TypeError(f"a context needs its device before its flags: Context(0, {device!r})")
-        wanted = joined([more, flags])
+        wanted = checked(flags)
         self._device = Device(device)
         self._backend = self._device._backend
         calls = self._backend.driver()
@@ -100,36 +91,6 @@ class Context(RunningScope):
         self._handle, self._owned = handle, True
         if self._identity is not None:
             self._backend.owners[self._identity] = self
-
-    @classmethod
-    @contextmanager
-    def temporary(cls, device: object, *more: Flags, flags: Flags = ()) -> Iterator[Context]:
-        """Return a scope that makes a context and enters it, and leaves it and closes it.
-
-        Parameters
-        ----------
-        device, more, flags
-            As for ``Context``. They are checked when the scope is entered.
-
-        Examples
-        --------
-        >>> with Context.temporary(1) as own:
-        ...     own.is_current
-        True
-        >>> own.handle
-        0
-        """
-        own = cls(device, *more, flags=flags)
-        try:
-            with own:
-                yield own
-        except BaseException as body:
-            try:
-                own.close()
-            except DevctxError as error:
-                raise_or_note(error, body)
-            raise
-        own.close()
 
     @classmethod
     def current(cls) -> Context | None:
@@ -214,7 +175,7 @@ class Context(RunningScope):
             import logging  # imported late: most programs load this module before they log
 
             said = f"{self!r} was never closed: it lives, with its memory, until the process ends"
-            logging.getLogger(__name__).warning("%s. Use 'with Context.temporary(...)'", said)
+            logging.getLogger(__name__).warning("%s. Close it: 'with closing(...)'", said)
             warnings.warn(said, ResourceWarning, stacklevel=2, source=self)
 
     def close(self) -> None:
@@ -286,16 +247,6 @@ class Context(RunningScope):
         return bool(self._handle) and self._device.primary_context._has_handle(self._handle)
 
     @property
-    def api_version(self) -> int:
-        """The version of the driver API that it was made with, such as 3020.
-
-        References
-        ----------
-        ``cuCtxGetApiVersion``.
-        """
-        return self.run(lambda: self._calls.api_version(self._handle))
-
-    @property
     def flags(self) -> ContextFlags:
         """The flags of the context. One flag or several can be set.
 
@@ -312,36 +263,12 @@ class Context(RunningScope):
 
     @flags.setter
     def flags(self, value: ContextFlags) -> None:
-        self.run(self._calls.set_flags, joined(value))
+        self.run(self._calls.set_flags, checked(value))
 
     @property
     def limits(self) -> Limits:
         """Its limits, which can be read and set by name: ``context.limits[Limit.STACK_SIZE]``."""
         return Limits(self)
-
-    @property
-    def cache_config(self) -> CacheConfig:
-        """Whether its kernels prefer cache or shared memory.
-
-        References
-        ----------
-        ``cuCtxGetCacheConfig``, ``cuCtxSetCacheConfig``.
-        """
-        return CacheConfig(self.run(self._calls.cache_config))
-
-    @cache_config.setter
-    def cache_config(self, value: CacheConfig) -> None:
-        self.run(self._calls.set_cache_config, CacheConfig(value))
-
-    @property
-    def stream_priority_range(self) -> StreamPriorityRange:
-        """The priorities that its streams can have.
-
-        References
-        ----------
-        ``cuCtxGetStreamPriorityRange``.
-        """
-        return StreamPriorityRange(*self.run(self._calls.stream_priority_range))
 
     @property
     def _calls(self) -> Calls:
@@ -453,7 +380,7 @@ class PrimaryContext(Context):
 
     @flags.setter
     def flags(self, value: ContextFlags) -> None:
-        self._calls.primary_set_flags(self._device._ordinal(), joined(value))
+        self._calls.primary_set_flags(self._device._ordinal(), checked(value))
 
     def release(self) -> None:
         """Release this package's hold of the context; the last holder's release destroys it.

@@ -1,33 +1,9 @@
-"""The properties of a context: flags, limits, its cache and its streams' priorities."""
+"""The properties of a context: its flags and limits."""
 
 from __future__ import annotations
 
 import enum
-import functools
-import operator
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
-
-from dask_devctx.errors import DriverError
-
-
-class CacheConfig(enum.IntEnum):
-    """Whether kernels prefer first-level cache or shared memory: ``CUfunc_cache``."""
-
-    PREFER_NONE = 0
-    PREFER_SHARED = 1
-    PREFER_L1 = 2
-    PREFER_EQUAL = 3
-
-
-class StreamPriorityRange(NamedTuple):
-    """The priorities that streams can have; a smaller number is a greater priority."""
-
-    least: int
-    greatest: int
-
-
-# -- flags
+from typing import Any
 
 
 class ContextFlags(enum.IntFlag):
@@ -48,27 +24,19 @@ class ContextFlags(enum.IntFlag):
 _SCHEDULING = ContextFlags.SCHED_SPIN | ContextFlags.SCHED_YIELD | ContextFlags.SCHED_BLOCKING_SYNC
 
 
-def joined(flags: object) -> int:
-    """Return a flag, or all flags of an iterable, as one number for the driver."""
-    if isinstance(flags, int) and not isinstance(flags, bool):
-        wanted = int(flags)
-    elif isinstance(flags, Iterable) and not isinstance(flags, str):
-        wanted = functools.reduce(operator.or_, map(joined, flags), 0)
-    else:
+def checked(flags: ContextFlags) -> int:
+    """Return a context's flags as a number for the driver, which says less about wrong ones."""
+    if not isinstance(flags, ContextFlags):
         raise TypeError(
-            "a context's flags are ContextFlags, such as ContextFlags.SCHED_SPIN; got "
+            "a context's flags are ContextFlags, such as ContextFlags.SCHED_SPIN, joined by |; got "
             f"{flags!r} of type {type(flags).__name__}"
         )
-    if wanted & ~sum(ContextFlags) or (wanted & _SCHEDULING).bit_count() > 1:
-        names = ", ".join(f"{one.name} ({one:#x})" for one in ContextFlags)
+    if (flags & _SCHEDULING).bit_count() > 1:
         raise ValueError(
-            f"no context has the flags {wanted:#x}: there are {names}. SCHED_SPIN, SCHED_YIELD and "
-            "SCHED_BLOCKING_SYNC exclude each other: a context waits in one way"
+            f"no context has the flags {flags!r}: SCHED_SPIN, SCHED_YIELD and SCHED_BLOCKING_SYNC "
+            "exclude each other: a context waits in one way"
         )
-    return wanted
-
-
-# -- limits
+    return int(flags)
 
 
 class Limit(enum.IntEnum):
@@ -87,16 +55,13 @@ class Limit(enum.IntEnum):
     PER_BLOCK_MEMORY_SIZE = 10
 
 
-# A driver that is older than the limit answers with the second one.
-_NO_SUCH_LIMIT = ("CUDA_ERROR_UNSUPPORTED_LIMIT", "CUDA_ERROR_INVALID_VALUE")
+class Limits:
+    """The limits of a context: ``limits[Limit.STACK_SIZE]`` is one of them, and can be set."""
 
+    # One that the device does not support raises a DriverError with the status
+    # CUDA_ERROR_UNSUPPORTED_LIMIT. The driver may round a value that is set: read it back.
 
-class Limits(Mapping[Limit, int]):
-    """The limits of a context: a mapping from :class:`Limit` to numbers, which can be set."""
-
-    # Iterating gives the limits that the device supports. Any other raises a DriverError with the
-    # status CUDA_ERROR_UNSUPPORTED_LIMIT. Some can be read but not set. The driver may round a
-    # value that is set: read it back.
+    __iter__ = None  # Python would ask for one limit after the other, by their numbers
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -106,24 +71,3 @@ class Limits(Mapping[Limit, int]):
 
     def __setitem__(self, limit: Limit, value: int) -> None:
         self._context.run(self._context._calls.set_limit, Limit(limit), value)
-
-    def get(self, limit: Limit, default: Any = None) -> Any:
-        """Return a limit, or ``default`` if the device does not support it."""
-        try:
-            return self[limit]
-        except DriverError as error:
-            if error.status not in _NO_SUCH_LIMIT:
-                raise
-            return default
-
-    def __contains__(self, limit: object) -> bool:
-        return any(limit == known for known in self)
-
-    def __iter__(self) -> Iterator[Limit]:
-        return (limit for limit in Limit if self.get(limit) is not None)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __repr__(self) -> str:
-        return f"<Limits of {self._context!r}>"

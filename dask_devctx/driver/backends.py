@@ -122,7 +122,8 @@ def _native(calls: Calls) -> Native | None:
         from dask_devctx.driver._scope import Native
     except ImportError:
         return None
-    get_current, set_current = calls.current_address(), calls.set_current_address()
+    names = "cuCtxGetCurrent", "cuCtxSetCurrent"
+    get_current, set_current = (calls.checked.address(name, 4000) for name in names)
     return Native(get_current, set_current) if get_current and set_current else None
 
 

@@ -34,7 +34,7 @@ class Boxes:
         """Enqueue each copy by a call of the driver's, which reads the box before this returns."""
         for box in range(table, table + count * BOX_NBYTES, BOX_NBYTES):
             given = self._types.CUDA_MEMCPY3D(box)  # no copy
-            self._value(self._driver.cuMemcpy3DAsync, given, self._types.CUstream(stream))
+            self._value(self._driver.cuMemcpy3DAsync, given, stream)
 
     def copy_here(
         self, table: int, count: int, extent: tuple[int, int], stream: int, *, at_once: bool = False
@@ -54,8 +54,8 @@ class Boxes:
                 at, of = config.buffer_info()[0], boxes.buffer_info()[0]
                 if at_once and self._called("cuLaunchKernelEx", 11060, at, self._kernel, of):
                     continue
-                given, kernel = self._types.CUlaunchConfig(at), self._types.CUfunction(self._kernel)
-                self._value(self._driver.cuLaunchKernelEx, given, kernel, of, 0)
+                given = self._types.CUlaunchConfig(at)
+                self._value(self._driver.cuLaunchKernelEx, given, self._kernel, of, 0)
 
     @cached_property
     def _kernel(self) -> int:

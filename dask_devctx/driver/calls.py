@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from dask_devctx.driver import statuses
 from dask_devctx.driver.checked import Checked
 from dask_devctx.driver.work import WorkCalls
 
@@ -48,11 +50,13 @@ class Calls:
         return uuid.UUID(bytes=bytes(self._value(function, self._device(ordinal)).bytes))
 
     def device_name(self, ordinal: int) -> str:
-        raw: bytes = self._value(self.driver.cuDeviceGetName, 128, self._device(ordinal))
-        return raw.split(b"\0")[0].decode()
+        return self._text(self.driver.cuDeviceGetName, ordinal)
 
     def device_pci_bus_id(self, ordinal: int) -> str:
-        raw: bytes = self._value(self.driver.cuDeviceGetPCIBusId, 32, self._device(ordinal))
+        return self._text(self.driver.cuDeviceGetPCIBusId, ordinal)
+
+    def _text(self, function: Callable[..., Any], ordinal: int) -> str:
+        raw: bytes = self._value(function, 128, self._device(ordinal))
         return raw.split(b"\0")[0].decode()
 
     def device_total_memory(self, ordinal: int) -> int:
@@ -60,22 +64,15 @@ class Calls:
         return int(self._value(self.driver.cuDeviceTotalMem, self._device(ordinal)))
 
     def device_compute_capability(self, ordinal: int) -> tuple[int, int]:
-        kind = self.types.CUdevice_attribute
-        major, minor = (
-            int(self._value(self.driver.cuDeviceGetAttribute, which, self._device(ordinal)))
-            for which in (
-                kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
-                kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
-            )
-        )
-        return major, minor
+        kind, device = self.types.CUdevice_attribute, self._device(ordinal)
+        major = kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+        minor = kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
+        ask = self.driver.cuDeviceGetAttribute
+        return int(self._value(ask, major, device)), int(self._value(ask, minor, device))
 
     def can_access_peer(self, ordinal: int, peer: int) -> bool:
-        return bool(
-            self._value(
-                self.driver.cuDeviceCanAccessPeer, self._device(ordinal), self._device(peer)
-            )
-        )
+        devices = self._device(ordinal), self._device(peer)
+        return bool(self._value(self.driver.cuDeviceCanAccessPeer, *devices))
 
     def _device(self, ordinal: int) -> Any:
         return self._value(self.driver.cuDeviceGet, ordinal)
@@ -107,7 +104,7 @@ class Calls:
             return int(self._value(self.driver.cuCtxCreate, flags, device))
 
     def destroy(self, context: int) -> None:
-        self._value(self.driver.cuCtxDestroy, self.types.CUcontext(context))
+        self._value(self.driver.cuCtxDestroy, context)
 
     def current(self) -> int:
         """Return the context that is current on this thread; 0 where there is none."""
@@ -122,27 +119,16 @@ class Calls:
     def current_or_uninitialised(self) -> int:
         """Like :meth:`current`, but 0 where nothing has initialised CUDA yet."""
         status, context = self.driver.cuCtxGetCurrent()
-        if (
-            int(status) == int(self.types.CUresult.CUDA_ERROR_NOT_INITIALIZED)
-            and not self.checked.forked
-        ):
+        if status == statuses.NOT_INITIALIZED and not self.checked.forked:
             return 0
         if status != 0:
             raise self._error("cuCtxGetCurrent", status)
         return int(context)
 
     def set_current(self, context: int) -> None:
-        (status,) = self.driver.cuCtxSetCurrent(self.types.CUcontext(context))
+        (status,) = self.driver.cuCtxSetCurrent(context)
         if status != 0:
             raise self._error("cuCtxSetCurrent", status)
-
-    def current_address(self) -> int | None:
-        """Return the address of :meth:`current`'s C function: ``int f(void **context)``."""
-        return self.checked.address("cuCtxGetCurrent", 4000)
-
-    def set_current_address(self) -> int | None:
-        """Return the address of :meth:`set_current`'s C function: ``int f(void *context)``."""
-        return self.checked.address("cuCtxSetCurrent", 4000)
 
     def current_error(self, status: int) -> Exception:
         """Return the error that :meth:`current` raises for a status, for callers by address."""
@@ -157,18 +143,14 @@ class Calls:
         # The handle must have belonged to a context once: the driver does not check that.
         cell = array("Q", (0,))
         status = self._status("cuCtxGetId", 12000, context, cell.buffer_info()[0])
+        number = cell[0]
         if status is None:
-            status, number = self.driver.cuCtxGetId(self.types.CUcontext(context))
-        else:
-            number = cell[0]
-        if int(status) == int(self.types.CUresult.CUDA_ERROR_CONTEXT_IS_DESTROYED):
+            status, number = self.driver.cuCtxGetId(context)
+        if status == statuses.CONTEXT_IS_DESTROYED:
             return None
         if status != 0:
             raise self._error("cuCtxGetId", status)
         return int(number)
-
-    def api_version(self, context: int) -> int:
-        return int(self._value(self.driver.cuCtxGetApiVersion, self.types.CUcontext(context)))
 
     # -- the current context
 
@@ -191,29 +173,12 @@ class Calls:
         try:
             return self.types.CUlimit(which)
         except ValueError:  # the bindings are older than the limit
-            raise self._error(
-                "cuCtxGetLimit", self.types.CUresult.CUDA_ERROR_UNSUPPORTED_LIMIT
-            ) from None
-
-    def cache_config(self) -> int:
-        return int(self._value(self.driver.cuCtxGetCacheConfig))
-
-    def set_cache_config(self, config: int) -> None:
-        self._value(self.driver.cuCtxSetCacheConfig, self.types.CUfunc_cache(config))
-
-    def stream_priority_range(self) -> tuple[int, int]:
-        """Return the least and the greatest priority; the greater is the smaller number."""
-        least, greatest = self._value(self.driver.cuCtxGetStreamPriorityRange)
-        return int(least), int(greatest)
+            raise self._error("cuCtxGetLimit", statuses.UNSUPPORTED_LIMIT) from None
 
     def synchronize(self) -> None:
         self._value(self.driver.cuCtxSynchronize)
 
-    def enable_peer_access(self, peer_context: int) -> bool:
-        """Return whether this call enabled it: False where it was enabled already."""
-        (status,) = self.driver.cuCtxEnablePeerAccess(self.types.CUcontext(peer_context), 0)
-        if int(status) == int(self.types.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED):
-            return False
-        if status != 0:
+    def enable_peer_access(self, peer_context: int) -> None:
+        (status,) = self.driver.cuCtxEnablePeerAccess(peer_context, 0)
+        if status not in (0, statuses.PEER_ACCESS_ALREADY_ENABLED):
             raise self._error("cuCtxEnablePeerAccess", status)
-        return True

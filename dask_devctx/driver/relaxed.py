@@ -121,13 +121,16 @@ class Look:
             status = failed[1] if failed else 0
         else:
             with RelaxedCapture(self._calls):
-                (status,) = self._calls.driver.cuEventQuery(self._calls.types.CUevent(event))
-        if int(status) not in (0, statuses.NOT_READY):
+                (status,) = self._calls.driver.cuEventQuery(event)
+        if status not in (0, statuses.NOT_READY):
             raise self._checked.error("cuEventQuery", status)
-        return int(status) == 0
+        return bool(status == 0)
 
     def is_legacy_idle(self) -> bool:
-        """Return whether the legacy default stream is idle; False where it cannot be asked."""
+        """Return whether the legacy default stream is idle; False where it cannot be asked.
+
+        Then a few launches into streams that no library uses cannot wait.
+        """
         return bool(self._addresses) and self._failed(*self._idle) is None
 
     def record_if_idle(self, event: int) -> bool:

@@ -40,7 +40,11 @@ GONE: Final[Mapping[int, str]] = {
 HARDWARE: Final = frozenset({214, 220, 226})
 
 OUT_OF_MEMORY: Final = 2
+NOT_INITIALIZED: Final = 3
+UNSUPPORTED_LIMIT: Final = 215
 NOT_READY: Final = 600
+PEER_ACCESS_ALREADY_ENABLED: Final = 704
+CONTEXT_IS_DESTROYED: Final = 709
 # The legacy default stream waits for a stream that is being captured into a graph.
 CAPTURE_IMPLICIT: Final = 906
 # An event cannot stand for all work of a context: a stream there is being captured into a graph, or

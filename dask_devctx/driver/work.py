@@ -6,8 +6,8 @@ Scopes do not need them. Copies between devices do, and so do probes of a device
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 from dask_devctx.driver import statuses
@@ -17,8 +17,9 @@ from dask_devctx.driver.relaxed import LEGACY_STREAM, Look, RelaxedCapture
 from dask_devctx.errors import DeviceMemoryError, DriverError
 
 IPC_HANDLE_NBYTES = 64
-# `CUevent_flags`: the event measures no time, which makes it faster.
-_DISABLE_TIMING = 2
+# CUDA's flags: the event measures no time, which makes it faster; the legacy default stream does
+# not wait for the stream; opened memory can be reached from other devices, locked memory from all.
+_DISABLE_TIMING, _NON_BLOCKING, _ENABLE_PEER_ACCESS, _FOR_ALL_CONTEXTS = 2, 1, 1, 1
 
 
 class WorkCalls:
@@ -61,15 +62,12 @@ class WorkCalls:
 
     def event_destroy(self, event: int) -> None:
         """Destroy an event; work that waits for it still waits."""
-        self._value(self.driver.cuEventDestroy, self.types.CUevent(event))
+        self._value(self.driver.cuEventDestroy, event)
 
     def event_record(self, event: int, stream: int, *, at_once: bool = False) -> None:
         """Make the event stand for all work that the stream has been given so far."""
-        if at_once and self._called("cuEventRecord", 2000, event, stream):
-            return
-        self._value(
-            self.driver.cuEventRecord, self.types.CUevent(event), self.types.CUstream(stream)
-        )
+        if not (at_once and self._called("cuEventRecord", 2000, event, stream)):
+            self._value(self.driver.cuEventRecord, event, stream)
 
     def event_record_unless_captured(self, event: int, stream: int) -> bool:
         """Do as :meth:`event_record`; False where that would spoil or join a graph's capture."""
@@ -92,33 +90,20 @@ class WorkCalls:
         context is being captured into a graph.
         """
         try:
-            function = self.driver.cuCtxRecordEvent
-            (status,) = function(self.types.CUcontext(context), self.types.CUevent(event))
+            (status,) = self.driver.cuCtxRecordEvent(context, event)
         except (AttributeError, RuntimeError):  # the function is missing
             return False
-        if status == 0:
-            return True
-        if int(status) in statuses.NO_EVENT_OF_CONTEXT:
-            return False
-        raise self._error("cuCtxRecordEvent", status)
-
-    def event_done(self, event: int) -> bool:
-        """Return whether the work before the event is done; it need not have been recorded."""
-        return self.look.reached(event)
+        if status not in (0, *statuses.NO_EVENT_OF_CONTEXT):
+            raise self._error("cuCtxRecordEvent", status)
+        return bool(status == 0)
 
     def event_seconds(self, start: int, end: int) -> float:
         """Return the seconds from one timed event to another; the work of both is done."""
-        events = self.types.CUevent(start), self.types.CUevent(end)
-        return float(self._value(self.driver.cuEventElapsedTime, *events)) / 1000
-
-    def has_room(self) -> bool:
-        """Return whether a few launches into streams that no library uses cannot wait."""
-        return self.look.is_legacy_idle()
+        return float(self._value(self.driver.cuEventElapsedTime, start, end)) / 1000
 
     def stream_create(self) -> int:
         """Create a stream, for which the legacy default stream of its context does not wait."""
-        flag = int(self.types.CUstream_flags.CU_STREAM_NON_BLOCKING)
-        return int(self._value(self.driver.cuStreamCreate, flag))
+        return int(self._value(self.driver.cuStreamCreate, _NON_BLOCKING))
 
     def is_capturing(self, stream: int) -> bool:
         """Return whether a stream is being captured into a graph; this spoils no graph.
@@ -130,7 +115,7 @@ class WorkCalls:
         status = self._status("cuStreamIsCapturing", 10000, stream, cell.buffer_info()[0])
         captured: int | None = cell[0]
         if status is None:
-            status, captured = self.driver.cuStreamIsCapturing(self.types.CUstream(stream))
+            status, captured = self.driver.cuStreamIsCapturing(stream)
         if status == statuses.CAPTURE_IMPLICIT:
             return True
         if status != 0:
@@ -139,8 +124,7 @@ class WorkCalls:
 
     def stream_wait(self, stream: int, event: int) -> None:
         """Make all later work of the stream wait for an event, which may be of any device."""
-        function = self.driver.cuStreamWaitEvent
-        self._value(function, self.types.CUstream(stream), self.types.CUevent(event), 0)
+        self._value(self.driver.cuStreamWaitEvent, stream, event, 0)
 
     # -- memory of the current context
 
@@ -166,15 +150,8 @@ class WorkCalls:
         self, target: int, context: int, source: int, source_context: int, nbytes: int, stream: int
     ) -> None:
         """Enqueue a copy between two contexts; without peer access it goes through the host."""
-        self._value(
-            self.driver.cuMemcpyPeerAsync,
-            self.types.CUdeviceptr(target),
-            self.types.CUcontext(context),
-            self.types.CUdeviceptr(source),
-            self.types.CUcontext(source_context),
-            nbytes,
-            self.types.CUstream(stream),
-        )
+        ends = target, context, source, source_context
+        self._value(self.driver.cuMemcpyPeerAsync, *ends, nbytes, stream)
 
     def exchange_capture_mode(self, mode: int) -> int:
         """Set this thread's capture mode for graphs; return the previous mode."""
@@ -196,7 +173,7 @@ class WorkCalls:
         import ctypes  # not with the module: a subinterpreter cannot load it
 
         with RelaxedCapture(self):
-            handle = self._value(self.driver.cuIpcGetMemHandle, self.types.CUdeviceptr(pointer))
+            handle = self._value(self.driver.cuIpcGetMemHandle, pointer)
         return ctypes.string_at(handle.getPtr(), IPC_HANDLE_NBYTES)
 
     def ipc_open(self, handle: bytes) -> int:
@@ -211,35 +188,26 @@ class WorkCalls:
         if len(handle) != IPC_HANDLE_NBYTES:
             raise ValueError(f"a handle has {IPC_HANDLE_NBYTES} bytes, got {len(handle)}")
         ctypes.memmove(given.getPtr(), handle, IPC_HANDLE_NBYTES)
-        flag = int(self.types.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
         with RelaxedCapture(self):
-            return int(self._value(self.driver.cuIpcOpenMemHandle, given, flag))
+            return int(self._value(self.driver.cuIpcOpenMemHandle, given, _ENABLE_PEER_ACCESS))
 
     def ipc_close(self, pointer: int) -> None:
         with RelaxedCapture(self):
-            self._value(self.driver.cuIpcCloseMemHandle, self.types.CUdeviceptr(pointer))
+            self._value(self.driver.cuIpcCloseMemHandle, pointer)
 
     def copy(
         self, target: int, source: int, nbytes: int, stream: int, *, at_once: bool = False
     ) -> None:
         """Enqueue a copy between any two device addresses of this process."""
-        if at_once and self._called("cuMemcpyAsync", 4000, target, source, nbytes, stream):
-            return
-        self._value(
-            self.driver.cuMemcpyAsync,
-            self.types.CUdeviceptr(target),
-            self.types.CUdeviceptr(source),
-            nbytes,
-            self.types.CUstream(stream),
-        )
+        if not (at_once and self._called("cuMemcpyAsync", 4000, target, source, nbytes, stream)):
+            self._value(self.driver.cuMemcpyAsync, target, source, nbytes, stream)
 
     def copy_to_host(self, pointer: int, nbytes: int) -> bytes:
         """Return the bytes at a device address; waits for no earlier work."""
         import ctypes
 
         host = ctypes.create_string_buffer(nbytes)
-        with self._stream_for_one_call() as stream:
-            self.copy_out(ctypes.addressof(host), pointer, nbytes, stream)
+        self._wait_for(self.copy_out, ctypes.addressof(host), pointer, nbytes)
         return host.raw
 
     def copy_from_host(self, pointer: int, data: bytes) -> None:
@@ -247,15 +215,13 @@ class WorkCalls:
         import ctypes
 
         host = ctypes.create_string_buffer(data, len(data))
-        with self._stream_for_one_call() as stream:
-            self.copy_in(pointer, ctypes.addressof(host), len(data), stream)
+        self._wait_for(self.copy_in, pointer, ctypes.addressof(host), len(data))
 
-    @contextmanager
-    def _stream_for_one_call(self) -> Iterator[int]:
+    def _wait_for(self, copy: Callable[..., None], *ends: int) -> None:
         # The legacy stream, which a synchronous copy uses, would spoil the capture of another one.
         stream = self.stream_create()
         try:
-            yield stream
+            copy(*ends, stream)
             self.stream_synchronize(stream)
         finally:
             self.stream_destroy(stream)
@@ -265,23 +231,16 @@ class WorkCalls:
 
         In ordinary memory the call itself may wait for the copy; in page-locked memory it does not.
         """
-        stream_ = self.types.CUstream(stream)
-        self._value(
-            self.driver.cuMemcpyDtoHAsync, host, self.types.CUdeviceptr(source), nbytes, stream_
-        )
+        self._value(self.driver.cuMemcpyDtoHAsync, host, source, nbytes, stream)
 
     def copy_in(self, target: int, host: int, nbytes: int, stream: int) -> None:
         """Enqueue a copy from a host address to a device address, as :meth:`copy_out` does."""
-        stream_ = self.types.CUstream(stream)
-        self._value(
-            self.driver.cuMemcpyHtoDAsync, self.types.CUdeviceptr(target), host, nbytes, stream_
-        )
+        self._value(self.driver.cuMemcpyHtoDAsync, target, host, nbytes, stream)
 
     def lock_pages(self, host: int, nbytes: int) -> None:
         """Page-lock host memory for all contexts; whole pages, which are not locked yet."""
-        flag = int(self.types.CU_MEMHOSTREGISTER_PORTABLE)
         with RelaxedCapture(self):
-            self._value(self.driver.cuMemHostRegister, host, nbytes, flag)
+            self._value(self.driver.cuMemHostRegister, host, nbytes, _FOR_ALL_CONTEXTS)
 
     def unlock_pages(self, host: int) -> None:
         """Undo :meth:`lock_pages` at this address."""
@@ -290,15 +249,14 @@ class WorkCalls:
 
     def address_range(self, pointer: int) -> tuple[int, int]:
         """Return the start and the size in bytes of the allocation that contains this address."""
-        function = self.driver.cuMemGetAddressRange
-        base, nbytes = self._value(function, self.types.CUdeviceptr(pointer))
+        base, nbytes = self._value(self.driver.cuMemGetAddressRange, pointer)
         return int(base), int(nbytes)
 
     def stream_synchronize(self, stream: int) -> None:
         """Wait until the stream has finished its work."""
         with RelaxedCapture(self):
-            self._value(self.driver.cuStreamSynchronize, self.types.CUstream(stream))
+            self._value(self.driver.cuStreamSynchronize, stream)
 
     def stream_destroy(self, stream: int) -> None:
         """Destroy a stream; the work that it was given is still done."""
-        self._value(self.driver.cuStreamDestroy, self.types.CUstream(stream))
+        self._value(self.driver.cuStreamDestroy, stream)

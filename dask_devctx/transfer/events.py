@@ -114,7 +114,7 @@ class Event:
 
     def done(self) -> bool:
         """Return whether the device has reached the event."""
-        return self._calls.event_done(self._handle)
+        return self._calls.look.reached(self._handle)
 
     def seconds_since(self, other: Event) -> float:
         """Return the device's time between two timed events that it has reached."""

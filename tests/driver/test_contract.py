@@ -49,9 +49,6 @@ def nothing_current(d):
             d.cuMemGetInfo(),
             d.cuMemAlloc(10),
             d.cuCtxGetLimit(types.CUlimit.CU_LIMIT_STACK_SIZE),
-            d.cuCtxGetCacheConfig(),
-            d.cuCtxGetStreamPriorityRange(),
-            d.cuCtxGetApiVersion(null),
             d.cuCtxGetId(null),
             d.cuCtxPopCurrent(),
             d.cuCtxEnablePeerAccess(null, 0),
@@ -64,7 +61,7 @@ def nothing_current(d):
         "SUCCESS",
     ]
     # a call that fails returns None in place of each value
-    assert d.cuMemGetInfo()[1:] == d.cuCtxGetStreamPriorityRange()[1:] == (None, None)
+    assert d.cuMemGetInfo()[1:] == (None, None)
     assert d.cuMemAlloc(10)[1:] == (None,)
     assert d.cuCtxSynchronize()[1:] == ()
 
@@ -132,10 +129,7 @@ def primary_when_current(d):
     ok(d.cuCtxSetCurrent(context))
     assert int(ok(d.cuCtxGetCurrent())) == int(context)
     assert int(ok(d.cuCtxGetDevice())) == 0
-    assert ok(d.cuCtxGetApiVersion(context)) == ok(d.cuCtxGetApiVersion(types.CUcontext(0)))
     assert ok(d.cuCtxGetId(context)) == ok(d.cuCtxGetId(types.CUcontext(0)))
-    least, greatest = ok(d.cuCtxGetStreamPriorityRange())
-    assert greatest <= least
 
 
 def primary_dies_while_current(d):
@@ -151,7 +145,6 @@ def primary_dies_while_current(d):
             d.cuMemFree(0),
             d.cuMemAlloc(16),
             d.cuCtxGetId(null),
-            d.cuCtxGetApiVersion(null),
         )
     ) == {"CONTEXT_IS_DESTROYED"}
     again = ok(d.cuDevicePrimaryCtxRetain(0))
@@ -229,7 +222,6 @@ def asking_destroyed_contexts(d):
         ok(d.cuCtxDestroy(context))
         destroyed = names(d.cuCtxDestroy(context), d.cuCtxGetId(context))
         assert destroyed == ["CONTEXT_IS_DESTROYED"] * 2
-        assert names(d.cuCtxGetApiVersion(context)) == ["INVALID_CONTEXT"]
     assert len(set(seen)) == len(seen), seen  # numbers are never used again
 
 
@@ -274,7 +266,7 @@ def current_is_per_thread(d):
 # -- the properties of a context
 
 
-def limits_and_cache_config(d):
+def limits(d):
     ok(d.cuCtxSetCurrent(ok(d.cuDevicePrimaryCtxRetain(0))))
     which = types.CUlimit
     for limit in (
@@ -295,9 +287,6 @@ def limits_and_cache_config(d):
         "INVALID_VALUE",
         "INVALID_VALUE",
     ]
-    for config in types.CUfunc_cache:
-        ok(d.cuCtxSetCacheConfig(config))
-        assert ok(d.cuCtxGetCacheConfig()) == config
 
 
 def limits_of_this_architecture(d):

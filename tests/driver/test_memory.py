@@ -266,11 +266,11 @@ def test_memory_that_runs_out_has_its_own_error(calls):
 def test_an_event_of_an_idle_stream_is_done(calls, stream, which):
     which = stream if which == "own" else which
     event = calls.work.event_create()
-    assert calls.work.event_done(event)  # also before it is recorded
+    assert calls.work.look.reached(event)  # also before it is recorded
     calls.work.event_record(event, which)
     calls.work.stream_wait(LEGACY_STREAM, event)
     calls.synchronize()
-    assert calls.work.event_done(event)
+    assert calls.work.look.reached(event)
     calls.work.event_destroy(event)
 
 

@@ -173,9 +173,11 @@ def unused_gpus_stay_untouched(libraries, on_a_thread):
 
 def not_primary(name):
     """A caller's own context, with a library at work in our scope: it comes back exactly."""
+    from contextlib import closing
+
     from dask_devctx import Context, Device
 
-    with Context.temporary(0) as own:
+    with closing(Context(0)) as own, own:
         with Device(1):
             if name != "numba":
                 with scope_of(name, 0):
@@ -237,6 +239,7 @@ def one_device(name):
 def agrees(library):
     """A library and we name the same device: inside, outside and after scopes, on threads too."""
     from concurrent.futures import ThreadPoolExecutor
+    from contextlib import closing
 
     from cuda.bindings import runtime
 
@@ -258,10 +261,11 @@ def agrees(library):
 
     with Device(1):
         assert where() == 1
-        for scope in (Device(0), Device(0).synchronized(), Context.temporary(0)):
-            with scope:
-                assert where() == 0
-            assert where() == 1
+        with closing(Context(0)) as own:
+            for scope in (Device(0), Device(0).synchronized(), own):
+                with scope:
+                    assert where() == 0
+                assert where() == 1
         pointer = ok(runtime.cudaMalloc(1 << 20))
         assert ok(runtime.cudaPointerGetAttributes(pointer)).device == 1
         ok(runtime.cudaFree(pointer))
@@ -279,9 +283,11 @@ def agrees(library):
 
 def separate_memory():
     """A context's memory goes with it, and a pointer of it is no other's."""
+    from contextlib import closing
+
     from dask_devctx import Context, Device
 
-    with Context.temporary(0) as own:
+    with closing(Context(0)) as own, own:
         pointer = ok(types.cuMemAlloc(1 << 20))
         kind = types.CUpointer_attribute.CU_POINTER_ATTRIBUTE_CONTEXT
         assert int(ok(types.cuPointerGetAttribute(kind, pointer))) == own.handle

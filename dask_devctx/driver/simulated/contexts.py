@@ -178,14 +178,6 @@ class SimulatedContexts(SimulatedDevices):
         found = self._known(context) if int(context) else self._current()
         return OK, self._alive(found).id
 
-    @function(1)
-    def cuCtxGetApiVersion(self, context: Any) -> tuple[Any, ...]:
-        found = self._known(context) if int(context) else self._current()
-        if found is not None and not found.alive and int(context):
-            return (Status.CUDA_ERROR_INVALID_CONTEXT,)
-        self._alive(found)
-        return OK, 3020
-
     # -- the current context
 
     @staticmethod
@@ -241,20 +233,6 @@ class SimulatedContexts(SimulatedDevices):
         step = _LIMIT_STEPS.get(limit, 1)
         limits[limit] = -(-value // step) * step  # the driver rounds up
         return (OK,)
-
-    @function(1)
-    def cuCtxGetCacheConfig(self) -> tuple[Any, ...]:
-        return OK, self._here().cache_config
-
-    @function(0)
-    def cuCtxSetCacheConfig(self, config: Any) -> tuple[Any, ...]:
-        self._here().cache_config = config
-        return (OK,)
-
-    @function(2)
-    def cuCtxGetStreamPriorityRange(self) -> tuple[Any, ...]:
-        self._here()
-        return OK, 0, -5
 
     @function(0, works=True)
     def cuCtxSynchronize(self) -> tuple[Any, ...]:

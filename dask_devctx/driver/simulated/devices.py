@@ -61,14 +61,12 @@ class Context:
     is_primary: bool
     alive: bool = True
     limits: dict[Any, int] = field(default_factory=lambda: dict(_LIMITS))
-    cache_config: Any = types.CUfunc_cache.CU_FUNC_CACHE_PREFER_NONE
     peers: set[int] = field(default_factory=set)
 
     def revive(self, number: int) -> None:
         """Become a new context behind the old handle, as a primary context does."""
         self.alive, self.id, self.flags = True, number, self.gpu.primary_flags
         self.limits = dict(_LIMITS)
-        self.cache_config = types.CUfunc_cache.CU_FUNC_CACHE_PREFER_NONE
         self.peers = set()
 
 

@@ -51,7 +51,7 @@ class Lane:
         # To get the GIL back takes a thread up to a millisecond where others are busy. The copies
         # are between addresses of the lane's device, or of memory that another process shows.
         few = copies <= FEW and nbytes <= FEW_NBYTES
-        self._at_once = few and self._calls.work.has_room()
+        self._at_once = few and self._calls.work.look.is_legacy_idle()
         return self._at_once
 
     def behind(self, other: Lane) -> None:
@@ -79,7 +79,7 @@ class Lane:
     def copy_boxes_here(self, boxes: int, count: int, extent: tuple[int, int]) -> None:
         """Do so within the device's memory; ``extent``: the most bytes of a row, the most rows."""
         work = self._calls.work
-        at_once = count <= _MANY and work.has_room()
+        at_once = count <= _MANY and work.look.is_legacy_idle()
         work.boxes.copy_here(boxes, count, extent, self._stream, at_once=at_once)
 
     def reached(self) -> Event:
