@@ -78,9 +78,7 @@ class DevctxError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         # The error is rebuilt by a call of its class. dask rebuilds exceptions without such a call,
         # which fails for an error that is also a MemoryError.
-        # The `result` of a function whose scope could not end (cuda/suspending.py) is not pickled.
-        kept = {name: value for name, value in self.__dict__.items() if name != "result"}
-        return type(self), self.args, kept
+        return type(self), self.args, vars(self)
 
 
 def _plain(value: Any) -> Any:
@@ -114,10 +112,8 @@ class DriverError(DevctxError):
     ----------
     function
         The driver function that failed, such as ``"cuCtxSetCurrent"``.
-    status
-        The name of the status it returned, such as ``"CUDA_ERROR_OUT_OF_MEMORY"``.
-    code
-        The number of that status.
+    status, code
+        The status it returned, by its name, such as ``"CUDA_ERROR_OUT_OF_MEMORY"``, and its number.
     description
         The driver's own description of the status, or "".
     """
@@ -166,7 +162,7 @@ class DriverUnavailableError(DevctxError):
         return f"{self.reason.rstrip('.')}. {self.remedy}"
 
 
-class DeviceNotFoundError(DevctxError, LookupError):
+class DeviceNotFoundError(DevctxError, LookupError, ValueError):
     """This process does not have the device that was asked for.
 
     Parameters
@@ -174,7 +170,8 @@ class DeviceNotFoundError(DevctxError, LookupError):
     requested
         The request, as it was given.
     available
-        A description of each available device, in CUDA's order.
+        A description of each available device, in CUDA's order; None where the request is a text
+        that names no device on any machine.
     visible_devices
         The value of ``CUDA_VISIBLE_DEVICES``, or None where it is not set.
     hint
@@ -182,11 +179,13 @@ class DeviceNotFoundError(DevctxError, LookupError):
     """
 
     requested: object
-    available: Sequence[str] = ()
+    available: Sequence[str] | None = None
     visible_devices: str | None = None
     hint: str = ""
 
     def __str__(self) -> str:
+        if self.available is None:
+            return f"{self.requested!r} names no device. {self.hint}"
         short = [_REST_OF_A_UUID.sub("", one) for one in self.available]
         have = ", ".join(short if len({*short}) == len(short) else self.available) or "none"
         seen = "not set" if self.visible_devices is None else repr(self.visible_devices)
@@ -233,60 +232,7 @@ class DeviceScopeError(DevctxError):
         return f"the scope of {self.scope} {self.reason}"
 
 
-class DeviceMismatchError(DevctxError, ValueError):
-    """A value was used on a device that it does not live on.
-
-    Parameters
-    ----------
-    value
-        A description of the value.
-    device
-        The device where it lives.
-    current
-        The device where it was used.
-    """
-
-    value: str
-    device: str
-    current: str
-
-    def __str__(self) -> str:
-        return (
-            f"{self.value} lives on {self.device} and cannot be used on {self.current}. Copy it "
-            f"there with to_device(value, {self.current!r}), or use it on its own device, inside "
-            f"'with Device({self.device!r}):'"
-        )
-
-
-class ValueNotMovableError(DevctxError, TypeError):
-    """A value holds arrays of another device, and cannot be rebuilt around copies of them.
-
-    Parameters
-    ----------
-    kind
-        The type of the value.
-    device
-        The device to which the value was to be moved.
-    reason
-        The reason why it cannot be rebuilt.
-    """
-
-    kind: str
-    device: str
-    reason: str
-
-    def __str__(self) -> str:
-        return (
-            f"a {self.kind} that holds arrays of another device cannot be taken to {self.device}: "
-            f"{self.reason}. Register functions that do it, with device_of.register({self.kind}) "
-            f"and to_device.register({self.kind}), or run the task on the device where it lives"
-        )
-
-
 # -- a worker or cluster that cannot have devices for itself
-
-# The note of a worker in its lock.
-_HOLDER: Final = re.compile(r"pid (\d+) on (\S+), worker (.+) of ([^,]+)")
 
 
 class LockDirectoryError(DevctxError):
@@ -356,24 +302,13 @@ def _name(device: str) -> str:
 
 
 def held_text(holders: Mapping[str, str]) -> str:
-    """Return a text about the holders of devices, by the device; each cluster is named once."""
-    groups: dict[tuple[str, ...], list[tuple[str, str, str]]] = {}
+    """Return a text about the holders of devices, by the device; each holder is named once."""
+    groups: dict[str, list[str]] = {}
     for device, who in holders.items():
-        found = _HOLDER.fullmatch(who)
-        pid, host, worker, cluster = found.groups() if found else ("", "", "", who)
-        groups.setdefault((cluster, host), []).append((device, worker, pid))
-    texts = []
-    # Clusters first, then holders that are no workers.
-    for (who, host), members in sorted(groups.items(), key=lambda group: not group[0][1]):
-        devices, workers, pids = (list(dict.fromkeys(each)) for each in zip(*members, strict=True))
-        if host:
-            who = f"{_named('worker', workers)} of {who} ({_named('pid', pids)} on {host})"
-        texts.append(f"{', '.join(devices)} {_are(len(devices))} held by {who}")
-    return "; ".join(texts)
-
-
-def _named(noun: str, names: Sequence[str]) -> str:
-    return f"{noun if len(names) == 1 else noun + 's'} {', '.join(names)}"
+        groups.setdefault(who, []).append(device)
+    return "; ".join(
+        f"{', '.join(held)} {_are(len(held))} held by {who}" for who, held in groups.items()
+    )
 
 
 def _are(n: int) -> str:
@@ -383,66 +318,18 @@ def _are(n: int) -> str:
 # -- tasks and workers
 
 
-class NotEnoughDevicesError(DevctxError, LookupError):
-    """A task asks for more devices at once than its worker has.
-
-    Parameters
-    ----------
-    wanted
-        How many devices it asks for.
-    devices
-        A description of each device of the worker.
-    named
-        A description of each device that it names; empty if it asks for any.
-    on_machine
-        How many devices the worker's machine has; None where it is unknown.
-    """
-
-    wanted: int
-    devices: Sequence[str] = ()
-    named: Sequence[str] = ()
-    on_machine: int | None = None
-
-    def __str__(self) -> str:
-        have = ", ".join(self.devices) or "none"
-        asked, lacking = "", "so many"
-        enough = f", or workers that have enough with devices_per_worker={self.wanted}"
-        if self.named:
-            asked, lacking, enough = f" ({', '.join(self.named)})", "all of them", ""
-        remedy = (
-            ". The devices of a task belong to one worker. Start one worker for all devices of a "
-            f"machine with LocalDeviceCluster(n_workers=1){enough}"
-        )
-        if self.on_machine is not None and self.wanted > self.on_machine:
-            remedy = (
-                f", and its machine has {self.on_machine}. Ask for at most {self.on_machine}, or "
-                'for all devices of a worker with devices="all"'
-            )
-        return (
-            f"the task asks for {self.wanted} devices at once{asked}, and no worker that it may "
-            f"run on has {lacking}: this one has {len(self.devices)} ({have}){remedy}"
-        )
-
-
 class DeviceFailedError(DevctxError):
     """A device failed in a way that ends its process: no GPU can be used in it any more.
 
     Parameters
     ----------
-    device
+    device, uuid
         The device where the failure was noticed. Another device of the process may have failed.
-    uuid
-        Its UUID.
-    status
-        The name of the driver's status, such as ``"CUDA_ERROR_ILLEGAL_ADDRESS"``.
-    code
-        The number of that status.
+    status, code
+        The driver's status, by its name, such as ``"CUDA_ERROR_ILLEGAL_ADDRESS"``, and its number.
     suspects
         The tasks that may have caused it, each as ``"key on cuda:0"``: running tasks first, then
         tasks that had ended, from the latest to the earliest. Empty if no task can be the cause.
-    synchronized
-        Whether the worker waited for the device after each task, so that no finished task is a
-        suspect.
     lost
         Whether NVML says that the device is gone.
     watched
@@ -462,7 +349,6 @@ class DeviceFailedError(DevctxError):
     status: str
     code: int
     suspects: Sequence[str] = ()
-    synchronized: bool = False
     lost: bool = False
     watched: bool = False
     not_again: str = ""
@@ -569,27 +455,6 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
             yield f"the limit of values that dask keeps there is {nbytes_text(self.limit_nbytes)}"
         if stayed := [f"{nbytes_text(n)} {why}" for why, n in self.stayed_nbytes.items()]:
             yield f"not moved to host memory: {', '.join(stayed)}"
-
-
-class WorkerSetupError(DevctxError):
-    """A worker of a :class:`~dask_devctx.LocalDeviceCluster` cannot use its devices, and left.
-
-    Parameters
-    ----------
-    worker
-        The name of the worker.
-    reason
-        The class and the text of the error in the worker, whose log has its traceback.
-    """
-
-    worker: str
-    reason: str
-
-    def __str__(self) -> str:
-        return (
-            f"the worker {self.worker} cannot use its devices, and leaves the cluster: "
-            f"{self.reason}. The worker's log has the traceback"
-        )
 
 
 class UnsupportedDaskError(DevctxError):

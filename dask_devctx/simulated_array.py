@@ -23,7 +23,7 @@ from dask_devctx import driver, errors
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.relaxed import LEGACY_STREAM
-from dask_devctx.errors import DevctxError, DeviceMemoryError, DeviceMismatchError
+from dask_devctx.errors import DevctxError, DeviceMemoryError
 from dask_devctx.transfer import device_of, nbytes_by_device, to_device
 from dask_devctx.transfer.location import Memory, memory_of
 from dask_devctx.transfer.move import to_host
@@ -90,7 +90,7 @@ class SimulatedArray(NDArrayOperatorsMixin):
     >>> x + 1
     Traceback (most recent call last):
       ...
-    dask_devctx.errors.DeviceMismatchError: an array of shape (2, 2) lives on cuda:1 and cannot be
+    dask_devctx.errors.DevctxError: an array of shape (2, 2) lives on cuda:1 and cannot be
     used on cuda:0. ...
     """
 
@@ -371,8 +371,9 @@ def _check(array: SimulatedArray) -> _Array:
     memory = array._memory
     if memory is not None and not memory.is_current() and array._data.size:
         if array._device is not (here := _here()):
-            raise DeviceMismatchError(
-                f"an array of shape {array.shape}", str(array._device), str(here)
+            raise DevctxError(
+                f"an array of shape {array.shape} lives on {array._device} and cannot be used on "
+                f"{here}. Copy it there: to_device(value, '{here}'), or use it on its own device"
             )
         if Device.current() or not memory.is_primary():
             memory.illegal_address()

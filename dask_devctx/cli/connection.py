@@ -21,10 +21,10 @@ def said() -> Iterator[None]:
     """Let a wrong option end a command with status 2, and a machine that lacks something with 1."""
     try:
         yield
-    except (TypeError, ValueError) as error:
-        raise click.UsageError(str(error)) from error
     except (DevctxError, ImportError) as error:
         raise click.ClickException(str(error)) from error
+    except (TypeError, ValueError) as error:
+        raise click.UsageError(str(error)) from error
 
 
 def scheduler_address(scheduler: str | None, scheduler_file: str | None) -> str | None:

@@ -52,6 +52,9 @@ class LocalDeviceCluster(WatchedCluster):
 
     Raises
     ------
+    DevctxError
+        A worker cannot set the plugin up, such as where a module of ``pre_import`` fails. Scaling
+        up raises this too.
     DeviceNotFoundError
         A device of ``devices`` does not exist.
     DevicesInUseError
@@ -69,9 +72,6 @@ class LocalDeviceCluster(WatchedCluster):
         The workers need more devices than there are. Scaling up raises this too.
     VisibleDevicesError
         ``CUDA_VISIBLE_DEVICES`` hides all devices.
-    WorkerSetupError
-        A worker cannot set the plugin up, such as where a module of ``pre_import`` fails. Scaling
-        up raises this too.
 
     Examples
     --------

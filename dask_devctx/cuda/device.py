@@ -43,8 +43,7 @@ class Device(RunningScope):
     Raises
     ------
     DeviceNotFoundError
-        There is no such device, or several devices have the prefix. For a text that names no device
-        on any machine, the error is a ``ValueError``, too.
+        There is no such device, or several devices have the prefix.
     TypeError
         ``which`` does not name a device: a bool or a float, for example.
     DriverUnavailableError

@@ -61,15 +61,6 @@ class Inventory(NamedTuple):
     problems: tuple[str, ...] = ()  # in words for a person
 
 
-class NoNameError(DeviceNotFoundError, ValueError):
-    """A text names no device on any machine: ``Device`` and ``on_device`` raise the same."""
-
-    def __str__(self) -> str:
-        if self.available:
-            return super().__str__()
-        return f"{self.requested!r} names no device. {self.hint}"
-
-
 class Name(NamedTuple):
     """A device's name after reading; it does not depend on the machine."""
 
@@ -114,7 +105,7 @@ def refuse_no_name(which: object) -> None:
     """Refuse a text that names no device on any machine, and an object of another type."""
     name = read(which)
     if name.kind == "unknown":
-        raise NoNameError(which, hint=str(name.value))
+        raise DeviceNotFoundError(which, hint=str(name.value))
 
 
 def find(which: object, inventory: Inventory) -> DeviceInfo | None:
@@ -125,8 +116,11 @@ def find(which: object, inventory: Inventory) -> DeviceInfo | None:
     found = among(name, inventory)
     if len(found) == 1:
         return found[0]
-    error = not_found(which, inventory, _why_not(name, found, inventory))
-    raise NoNameError(*error.args) if name.kind == "unknown" else error
+    hint = _why_not(name, found, inventory)
+    if inventory.source == "nvml":  # a problem may be the cause: a hiding entry, a lost GPU
+        hint = ". ".join(filter(None, [hint, *inventory.problems]))
+    available = [str(info) for info in inventory.devices]
+    raise DeviceNotFoundError(which, available, inventory.visible_devices, hint)
 
 
 def among(name: Name, inventory: Inventory) -> tuple[DeviceInfo, ...]:
@@ -141,14 +135,6 @@ def among(name: Name, inventory: Inventory) -> tuple[DeviceInfo, ...]:
     if kind == "pci":
         return tuple(info for info in devices if info.pci_bus_id == value)[:1]
     return ()
-
-
-def not_found(which: object, inventory: Inventory, hint: str = "") -> DeviceNotFoundError:
-    """Return the error for a device that does not exist."""
-    available = [str(info) for info in inventory.devices]
-    if inventory.source == "nvml":  # a problem may be the cause: a hiding entry, a lost GPU
-        hint = ". ".join(filter(None, [hint, *inventory.problems]))
-    return DeviceNotFoundError(which, available, inventory.visible_devices, hint)
 
 
 def _not_a_name(which: object) -> TypeError:

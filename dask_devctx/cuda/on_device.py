@@ -47,8 +47,8 @@ def on_device(
     ValueError
         The list is empty. On calling: the list names a device twice.
     DeviceNotFoundError
-        ``which`` is a text that names no device on any machine; the error is a ``ValueError``, too.
-        On calling: this process does not have the device.
+        ``which`` is a text that names no device on any machine. On calling: this process
+        does not have the device.
 
     Notes
     -----

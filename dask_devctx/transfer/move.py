@@ -12,7 +12,7 @@ from dask_devctx import driver
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.driver.relaxed import RelaxedCapture
-from dask_devctx.errors import DevctxError, ValueNotMovableError
+from dask_devctx.errors import DevctxError
 from dask_devctx.transfer import walk
 from dask_devctx.transfer.events import Stamp, hold, release_held
 from dask_devctx.transfer.location import device_of, nbytes_by_device
@@ -111,10 +111,10 @@ class Move:
         except Exception as error:
             if rebuild.at is None or isinstance(error, DevctxError) or is_out_of_memory(error):
                 raise  # a leaf or the device caused it, and not the type
-            kind, where, why = rebuild.at.__qualname__, str(self.device or "cpu"), str(error)
-            if isinstance(error, RecursionError):
-                why = "its parts are nested too deeply for Python's recursion limit"
-            raise ValueNotMovableError(kind, where, why) from error
+            raise DevctxError(
+                f"a {rebuild.at.__qualname__} with arrays cannot be taken to {self.device or 'cpu'}"
+                f": {error}. Register it with device_of and to_device, or run the task where it is"
+            ) from error
 
     # -- the parts
 
@@ -249,7 +249,7 @@ class ToDevice(Registry):
     ------
     DeviceNotFoundError
         There is no such device.
-    ValueNotMovableError
+    DevctxError
         The value holds an array that has to move, and the value cannot be copied around it.
     DriverError
         The driver refuses.

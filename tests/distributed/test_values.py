@@ -14,7 +14,7 @@ import pytest
 from distributed import LocalCluster
 
 from dask_devctx import Device, DevicePlugin, SimulatedArray
-from dask_devctx.errors import ValueNotMovableError
+from dask_devctx.errors import DevctxError
 from dask_devctx.transfer import nbytes_by_device
 from tests.distributed.devices import here, on_cluster, started, with_plugin
 from tests.transfer.hostile import (
@@ -167,7 +167,7 @@ async def test_one_that_cannot_be_moved_fails_the_task_that_needs_it_elsewhere(
         assert await client.submit(where, made, pure=False) == {0}
     with dask.annotate(device=1):
         failed = client.submit(where, made, pure=False)
-        with pytest.raises(ValueNotMovableError, match="EndsSomething"):
+        with pytest.raises(DevctxError, match="EndsSomething"):
             await failed
     assert where(worker.data[made.key]) == {0}
 

@@ -50,13 +50,11 @@ class Blame:
     def __init__(
         self,
         calls: Calls,
-        synchronize: bool,
         on_failure: Callable[[Failure], None],
         marks: Callable[[], bool] = lambda: True,
     ) -> None:
         self.failure: Failure | None = None
         self._calls = calls
-        self._synchronize = synchronize
         self._on_failure = on_failure
         # Whether the scheduler marks suspects, so that they are watched when they run again. If
         # not, the task that notices a failure errs, so that no task runs without end.
@@ -112,7 +110,6 @@ class Blame:
                 found.status,
                 found.code,
                 named,
-                self._synchronize,
                 lost,
                 sole is not None and self._calls.is_isolated(sole),
                 not_again,

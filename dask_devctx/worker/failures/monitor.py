@@ -41,7 +41,7 @@ class Monitor:
         self._devices = tuple(devices)
         self.retries = Retries(devices, oom_retries)
         self.calls = Calls()
-        self.blame = Blame(self.calls, synchronize, on_failure, marks)
+        self.blame = Blame(self.calls, on_failure, marks)
         self._looking = PeriodicCallback(self._look_at_used, _LOOK_INTERVAL_MS)
         self._looking.start()
 

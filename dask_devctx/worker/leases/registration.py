@@ -19,10 +19,10 @@ from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.worker import is_joining
 from dask_devctx.errors import (
+    DevctxError,
     DeviceNotFoundError,
     DevicesInUseError,
     LockDirectoryError,
-    WorkerSetupError,
 )
 from dask_devctx.scheduler.messages import ANNOUNCE, PROTOCOL, REFUSE
 from dask_devctx.scheduler.routing import DeviceRouting
@@ -143,7 +143,11 @@ async def refuse(
         error.add_note(_WAY_OUT.format(worker.name, remedy))
     told: Exception = error
     if not in_use:
-        told = WorkerSetupError(str(worker.name), f"{type(error).__name__}: {error}"[:_TEXT])
+        why = f"{type(error).__name__}: {error}"[:_TEXT]
+        told = DevctxError(
+            f"the worker {worker.name} cannot use its devices, and leaves the cluster: {why}. The "
+            "worker's log has the traceback"
+        )
     turn = turn or Turn(worker)
     with suppress(Exception):  # a scheduler that cannot be told has nothing to decide
         await install_routing(worker)

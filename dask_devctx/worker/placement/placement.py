@@ -14,7 +14,6 @@ from dask_devctx.cuda.on_device import refuse_twice
 from dask_devctx.errors import (
     DevctxError,
     DeviceNotFoundError,
-    NotEnoughDevicesError,
     nbytes_text,
 )
 from dask_devctx.worker.placement.admission import Admission, Claim
@@ -209,10 +208,17 @@ class Placement:
             raise self._not_enough(len(group), group)
         return group
 
-    def _not_enough(self, wanted: int, named: Sequence[Device] = ()) -> NotEnoughDevicesError:
-        mine, asked = ([str(one.info) for one in devices] for devices in (self.devices, named))
+    def _not_enough(self, wanted: int, named: Sequence[Device] = ()) -> DevctxError:
+        mine, asked = (", ".join(str(one.info) for one in some) for some in (self.devices, named))
         on_machine = len(discovery.inventory(driver.backend()).devices)
-        return NotEnoughDevicesError(wanted, mine, asked, on_machine)
+        remedy = "start one worker for all devices of a machine: LocalDeviceCluster(n_workers=1)"
+        if not named:
+            remedy = f'ask for fewer, or for all of a worker with devices="all", or {remedy}'
+        return DevctxError(
+            f"the task asks for {wanted} devices at once{f' ({asked})' if named else ''}, and no "
+            f"worker that it may run on has them: this one has {len(self.devices)} ({mine}), and "
+            f"its machine {on_machine}. The devices of a task belong to one worker: {remedy}"
+        )
 
     def _asked_for(self, wanted: object) -> Device:
         name = wanted.__class__, wanted

@@ -228,8 +228,9 @@ def test_beside_another_cluster_it_starts_workers_for_the_free_devices(
         assert done.stderr == ""
         return
     (line,) = done.stderr.splitlines()
-    assert line.startswith("The workers use the devices that are free, cuda:2, cuda:3: cuda:0, ")
-    assert f"held by worker w of {OTHER} (pid {os.getpid()} on " in line
+    assert line.startswith("The workers use the devices that are free, cuda:2, cuda:3: cuda:0")
+    assert f"held by pid {os.getpid()} on " in line
+    assert f", worker w of {OTHER}" in line
     if "--n-workers" not in arguments:  # later, too, they use no others
         assert call["config"]["devices"] == (Device(2).uuid, Device(3).uuid)
 

@@ -19,11 +19,11 @@ from distributed import Client, Worker
 from distributed.utils_test import poll_for
 
 from dask_devctx import (
+    DevctxError,
     Device,
     DevicePlugin,
     DevicesInUseError,
     LocalDeviceCluster,
-    WorkerSetupError,
     devices,
     start_soonest,
 )
@@ -243,7 +243,8 @@ def test_a_worker_that_cannot_be_set_up_fails_the_start(
     (tmp_path / "broken_module.py").write_text("raise ImportError('libbroken.so is missing')\n")
     monkeypatch.syspath_prepend(tmp_path)
     before = set(psutil.Process().children(recursive=True))
-    with pytest.raises(WorkerSetupError, match=r"ImportError: libbroken\.so is missing") as caught:
+    said = r"the worker [01] cannot use its devices.*: ImportError: libbroken\.so is missing"
+    with pytest.raises(DevctxError, match=said):
         LocalDeviceCluster(
             n_workers=2,
             devices=[0, 1],
@@ -252,7 +253,6 @@ def test_a_worker_that_cannot_be_set_up_fails_the_start(
             dashboard_address=":0",
             silence_logs=50,
         )
-    assert caught.value.worker in ("0", "1")
     assert leftovers(before) == set()
 
 
@@ -301,9 +301,7 @@ def test_the_next_cluster_gets_the_rest(
     (line,) = [
         text for text in caplog.messages if "devices that are free, cuda:2, cuda:3: " in text
     ]
-    first = "cuda:1 is" if "devices" in given else "cuda:0, cuda:1 are"
-    assert f"{first} held by worker" in line
-    assert f"of {HOLDER}" in line
+    assert re.search(rf"cuda:1 is held by pid \d+ on .*, worker 1 of {HOLDER}", line)
     assert said.endswith(", devices=cuda:2, cuda:3)")
 
 
@@ -313,17 +311,18 @@ def test_the_next_cluster_gets_the_rest(
         (
             {},
             (0, 1, 2, 3),
-            r"wants 1 device for itself, and cuda:0, cuda:1, cuda:2, cuda:3 are held by workers 0, "
-            r"1, 2, 3 of tcp://127.0.0.1:45861 \(pid .* No device is free. Close the cluster .*"
+            r"wants 1 device for itself, and cuda:0 is held by pid .*; cuda:3 is held by pid .*, "
+            r"worker 3 of tcp://127.0.0.1:45861. No device is free. Close the cluster .*"
             r"\(cluster.close\(\), or client.shutdown\(\)\), or use the same devices: shared=True",
         ),
         (
             {"n_workers": 3},
             (0, 1),
-            r"wants 3 devices for itself, and cuda:0, cuda:1 are held by .* Free: cuda:2, cuda:3. "
+            r"wants 3 devices for itself, and cuda:0 is held by .* Free: cuda:2, cuda:3. "
             r"For these, write devices=\[2, 3\], lower",
         ),
-        ({"devices": [1, 2]}, (0, 1), "wants 2 devices for itself, and cuda:1 is held by worker 1"),
+        ({"devices": [1, 2]}, (0, 1), "wants 2 devices for itself, and cuda:1 is held by pid"),
+        ({"devices": [0, 1]}, (0, 1), "Free: cuda:2, cuda:3."),
         ({"CUDA_VISIBLE_DEVICES": "0,1"}, (0, 1), r"devices=\[2, 3\]"),
         ({"devices_per_worker": 3}, (0, 1), "wants 3 devices"),
         (QUIET, (0, 1, 2, 3), "No device is free."),
