@@ -10,7 +10,7 @@ from typing import Any
 from cuda.bindings import driver as types
 
 from dask_devctx.driver.simulated.devices import Context, SimulatedDevices, SimulatedGPU
-from dask_devctx.driver.simulated.faults import OK, WORKING_CALLS, Faults, Refused, Status, function
+from dask_devctx.driver.simulated.faults import WORKING_CALLS, Faults, Refused, Status, function
 
 _SCHEDULING_FLAGS = (0, 1, 2, 4)
 _KNOWN_FLAGS = int(types.CUctx_flags.CU_CTX_FLAGS_MASK)
@@ -45,53 +45,52 @@ class SimulatedContexts(SimulatedDevices):
         self._handles = itertools.count(0x7000_0000, 0x100)
         self._ids = itertools.count(1)
 
-    def _refused(self, function: str) -> Any:
+    def _check(self, function: str) -> None:
         context = self._current()
         if function in WORKING_CALLS and context is not None and context.gpu.lost:
-            return Status.CUDA_ERROR_UNKNOWN
-        return None
+            raise Refused(Status.CUDA_ERROR_UNKNOWN)
 
     # -- primary contexts
 
     @function(1, works=True)
-    def cuDevicePrimaryCtxRetain(self, device: Any) -> tuple[Any, ...]:
+    def cuDevicePrimaryCtxRetain(self, device: Any) -> Any:
         with self._lock:
-            gpu = self._gpu(device)
-            if gpu.lost or gpu.compute_mode != "default":
-                return (Status.CUDA_ERROR_DEVICE_UNAVAILABLE,)
+            gpu = self._usable(device)
             if gpu.primary is None:
                 gpu.primary = self._new_context(gpu, int(device), gpu.primary_flags, True)
             elif not gpu.primary.alive:  # the same handle comes to life again
                 gpu.primary.revive(next(self._ids))
             gpu.primary_retained += 1
-            return OK, types.CUcontext(gpu.primary.handle)
+            return types.CUcontext(gpu.primary.handle)
+
+    def _usable(self, device: Any) -> SimulatedGPU:
+        gpu = self._gpu(device)
+        if gpu.lost or gpu.compute_mode != "default":
+            raise Refused(Status.CUDA_ERROR_DEVICE_UNAVAILABLE)
+        return gpu
 
     @function(0)
-    def cuDevicePrimaryCtxRelease(self, device: Any) -> tuple[Any, ...]:
+    def cuDevicePrimaryCtxRelease(self, device: Any) -> Any:
         with self._lock:
             gpu = self._gpu(device)
             if gpu.primary is None or not gpu.primary_retained:
-                return (Status.CUDA_ERROR_INVALID_CONTEXT,)
+                raise Refused(Status.CUDA_ERROR_INVALID_CONTEXT)
             gpu.primary_retained -= 1
             if not gpu.primary_retained:
                 self._end(gpu.primary)
                 gpu.primary_flags = 0
-            return (OK,)
 
     @function(2)
-    def cuDevicePrimaryCtxGetState(self, device: Any) -> tuple[Any, ...]:
+    def cuDevicePrimaryCtxGetState(self, device: Any) -> Any:
         gpu = self._gpu(device)
-        return OK, gpu.primary_flags, int(gpu.primary is not None and gpu.primary.alive)
+        return gpu.primary_flags, int(gpu.primary is not None and gpu.primary.alive)
 
     @function(0)
-    def cuDevicePrimaryCtxSetFlags(self, device: Any, flags: int) -> tuple[Any, ...]:
+    def cuDevicePrimaryCtxSetFlags(self, device: Any, flags: int) -> Any:
         gpu = self._gpu(device)
-        if not _valid_flags(flags):
-            return (Status.CUDA_ERROR_INVALID_VALUE,)
-        gpu.primary_flags = flags
+        gpu.primary_flags = _valid(flags)
         if gpu.primary is not None:
             gpu.primary.flags = flags
-        return (OK,)
 
     # -- contexts
 
@@ -103,33 +102,27 @@ class SimulatedContexts(SimulatedDevices):
         return context
 
     @function(1, works=True)
-    def cuCtxCreate(self, params: Any, flags: int, device: Any) -> tuple[Any, ...]:
+    def cuCtxCreate(self, params: Any, flags: int, device: Any) -> Any:
         if params is not None:
             raise AttributeError("the simulated driver has no context parameters")
         with self._lock:
-            gpu = self._gpu(device)
-            if not _valid_flags(flags):
-                return (Status.CUDA_ERROR_INVALID_VALUE,)
-            if gpu.lost or gpu.compute_mode != "default":
-                return (Status.CUDA_ERROR_DEVICE_UNAVAILABLE,)
-            context = self._new_context(gpu, int(device), flags, False)
+            context = self._new_context(self._usable(device), int(device), _valid(flags), False)
             self._thread.stack.append(context)
-            return OK, types.CUcontext(context.handle)
+            return types.CUcontext(context.handle)
 
     @function(0)
-    def cuCtxDestroy(self, context: Any) -> tuple[Any, ...]:
+    def cuCtxDestroy(self, context: Any) -> Any:
         with self._lock:
             if not int(context):
-                return (Status.CUDA_ERROR_INVALID_VALUE,)
+                raise Refused(Status.CUDA_ERROR_INVALID_VALUE)
             found = self._known(context)
             if found.is_primary:
-                return (Status.CUDA_ERROR_INVALID_CONTEXT,)
+                raise Refused(Status.CUDA_ERROR_INVALID_CONTEXT)
             if not found.alive:
-                return (Status.CUDA_ERROR_CONTEXT_IS_DESTROYED,)
+                raise Refused(Status.CUDA_ERROR_CONTEXT_IS_DESTROYED)
             self._end(found)
             if self._current() is found:  # on other threads it stays current, dead
                 self._thread.stack.pop()
-            return (OK,)
 
     def _end(self, context: Context) -> None:
         context.alive = False
@@ -144,39 +137,37 @@ class SimulatedContexts(SimulatedDevices):
         return self._thread.stack[-1] if self._thread.stack else None
 
     @function(1)
-    def cuCtxGetCurrent(self) -> tuple[Any, ...]:
+    def cuCtxGetCurrent(self) -> Any:
         context = self._current()
-        return OK, types.CUcontext(context.handle if context else 0)
+        return types.CUcontext(context.handle if context else 0)
 
     @function(0)
-    def cuCtxSetCurrent(self, context: Any) -> tuple[Any, ...]:
+    def cuCtxSetCurrent(self, context: Any) -> Any:
         stack = self._thread.stack
         if not int(context):
             del stack[-1:]
-            return (OK,)
+            return
         found = self._known(context)
         if not found.alive and not found.is_primary:
             raise SimulatedCrashError(f"{context} was destroyed and is made current")
         stack[-1:] = [found]
-        return (OK,)
 
     @function(0)
-    def cuCtxPushCurrent(self, context: Any) -> tuple[Any, ...]:
+    def cuCtxPushCurrent(self, context: Any) -> Any:
         if not int(context):
-            return (Status.CUDA_ERROR_INVALID_CONTEXT,)
+            raise Refused(Status.CUDA_ERROR_INVALID_CONTEXT)
         self._thread.stack.append(self._known(context))
-        return (OK,)
 
     @function(1)
-    def cuCtxPopCurrent(self) -> tuple[Any, ...]:
+    def cuCtxPopCurrent(self) -> Any:
         if not self._thread.stack:
-            return (Status.CUDA_ERROR_INVALID_CONTEXT,)
-        return OK, types.CUcontext(self._thread.stack.pop().handle)
+            raise Refused(Status.CUDA_ERROR_INVALID_CONTEXT)
+        return types.CUcontext(self._thread.stack.pop().handle)
 
     @function(1)
-    def cuCtxGetId(self, context: Any) -> tuple[Any, ...]:
+    def cuCtxGetId(self, context: Any) -> Any:
         found = self._known(context) if int(context) else self._current()
-        return OK, self._alive(found).id
+        return self._alive(found).id
 
     # -- the current context
 
@@ -193,22 +184,19 @@ class SimulatedContexts(SimulatedDevices):
         return self._alive(self._current())
 
     @function(1)
-    def cuCtxGetDevice(self) -> tuple[Any, ...]:
+    def cuCtxGetDevice(self) -> Any:
         context = self._current()
         if context is None:
-            return (Status.CUDA_ERROR_INVALID_CONTEXT,)
-        return OK, types.CUdevice(context.ordinal)  # a dead context still has a device
+            raise Refused(Status.CUDA_ERROR_INVALID_CONTEXT)
+        return types.CUdevice(context.ordinal)  # a dead context still has a device
 
     @function(1)
-    def cuCtxGetFlags(self) -> tuple[Any, ...]:
-        return OK, self._here().flags
+    def cuCtxGetFlags(self) -> Any:
+        return self._here().flags
 
     @function(0)
-    def cuCtxSetFlags(self, flags: int) -> tuple[Any, ...]:
-        if not _valid_flags(flags):
-            return (Status.CUDA_ERROR_INVALID_VALUE,)
-        self._here().flags = flags
-        return (OK,)
+    def cuCtxSetFlags(self, flags: int) -> Any:
+        self._here().flags = _valid(flags)
 
     def _limits_with(self, limit: Any) -> dict[Any, int]:
         """Return the current context's limits, which have this one."""
@@ -220,38 +208,37 @@ class SimulatedContexts(SimulatedDevices):
         return limits
 
     @function(1, works=True)
-    def cuCtxGetLimit(self, limit: Any) -> tuple[Any, ...]:
-        return OK, self._limits_with(limit)[limit]
+    def cuCtxGetLimit(self, limit: Any) -> Any:
+        return self._limits_with(limit)[limit]
 
     @function(0, works=True)
-    def cuCtxSetLimit(self, limit: Any, value: int) -> tuple[Any, ...]:
+    def cuCtxSetLimit(self, limit: Any, value: int) -> Any:
         limits = self._limits_with(limit)
         if limit in _READ_ONLY_LIMITS:
-            return (Status.CUDA_ERROR_NOT_PERMITTED,)
+            raise Refused(Status.CUDA_ERROR_NOT_PERMITTED)
         if limit == types.CUlimit.CU_LIMIT_MAX_L2_FETCH_GRANULARITY and not 0 <= value <= 128:
-            return (Status.CUDA_ERROR_INVALID_VALUE,)
+            raise Refused(Status.CUDA_ERROR_INVALID_VALUE)
         step = _LIMIT_STEPS.get(limit, 1)
         limits[limit] = -(-value // step) * step  # the driver rounds up
-        return (OK,)
 
     @function(0, works=True)
-    def cuCtxSynchronize(self) -> tuple[Any, ...]:
+    def cuCtxSynchronize(self) -> Any:
         self._here()
-        return (OK,)
 
     @function(0, works=True)
-    def cuCtxEnablePeerAccess(self, context: Any, flags: int) -> tuple[Any, ...]:
+    def cuCtxEnablePeerAccess(self, context: Any, flags: int) -> Any:
         current = self._current()
         if current is None or not current.alive or not int(context):
-            return (Status.CUDA_ERROR_INVALID_CONTEXT,)
+            raise Refused(Status.CUDA_ERROR_INVALID_CONTEXT)
         peer = self._known(context)
         if not self._reaches(current.gpu, peer.gpu):
-            return (Status.CUDA_ERROR_PEER_ACCESS_UNSUPPORTED,)
+            raise Refused(Status.CUDA_ERROR_PEER_ACCESS_UNSUPPORTED)
         if peer.id in current.peers:
-            return (Status.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED,)
+            raise Refused(Status.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED)
         current.peers.add(peer.id)
-        return (OK,)
 
 
-def _valid_flags(flags: int) -> bool:
-    return flags & 0x7 in _SCHEDULING_FLAGS and not flags & ~_KNOWN_FLAGS
+def _valid(flags: int) -> int:
+    if flags & 0x7 not in _SCHEDULING_FLAGS or flags & ~_KNOWN_FLAGS:
+        raise Refused(Status.CUDA_ERROR_INVALID_VALUE)
+    return flags

@@ -12,7 +12,7 @@ from typing import Any
 
 from cuda.bindings import driver as types
 
-from dask_devctx.driver.simulated.faults import OK, Faults, Refused, Status, function
+from dask_devctx.driver.simulated.faults import Faults, Refused, Status, function
 from dask_devctx.driver.visible import PhysicalDevice, visible_devices
 
 _LIMITS = {
@@ -83,17 +83,18 @@ class SimulatedDevices:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"the simulated driver has no {name}: it cannot be simulated")
 
-    def _refused(self, function: str) -> Any:
-        """Return the status of a call that fails whatever its arguments; None if it does not."""
-        return None
+    def _check(self, function: str) -> None:
+        """Refuse a call that fails whatever its arguments."""
 
     # -- the process
 
     @function(0, needs_init=False)
-    def cuInit(self, flags: int) -> tuple[Any, ...]:
+    def cuInit(self, flags: int) -> Any:
         with self._lock:
+            if self._pid not in (None, os.getpid()):
+                raise Refused(Status.CUDA_ERROR_NOT_INITIALIZED)
             if self._pid is not None:
-                return (OK if self._pid == os.getpid() else Status.CUDA_ERROR_NOT_INITIALIZED,)
+                return
             physical = [
                 PhysicalDevice(gpu.uuid, gpu.mig or (), gpu.mig is not None)
                 for gpu in self._gpus
@@ -102,32 +103,32 @@ class SimulatedDevices:
             seen = visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), physical)
             if not seen.uuids:
                 twice = seen.stopped_at is not None and "twice" in seen.reason
-                return (Status.CUDA_ERROR_INVALID_DEVICE if twice else Status.CUDA_ERROR_NO_DEVICE,)
+                wrong = Status.CUDA_ERROR_INVALID_DEVICE if twice else Status.CUDA_ERROR_NO_DEVICE
+                raise Refused(wrong)
             owner = {g.uuid: g for g in self._gpus}
             owner |= {mig: g for g in self._gpus for mig in g.mig or ()}
             self._visible = [(owner[name], name) for name in seen.uuids]
             self._pid = os.getpid()
-            return (OK,)
 
     @function(1, needs_init=False)
-    def cuDriverGetVersion(self) -> tuple[Any, ...]:
-        return OK, 13000
+    def cuDriverGetVersion(self) -> Any:
+        return 13000
 
     @function(1, needs_init=False)
-    def cuGetErrorString(self, status: Any) -> tuple[Any, ...]:
+    def cuGetErrorString(self, status: Any) -> Any:
         words = status.name.removeprefix("CUDA_ERROR_").replace("_", " ").lower()
-        return OK, words.encode()
+        return words.encode()
 
     # -- devices
 
     @function(1)
-    def cuDeviceGetCount(self) -> tuple[Any, ...]:
-        return OK, len(self._visible)
+    def cuDeviceGetCount(self) -> Any:
+        return len(self._visible)
 
     @function(1)
-    def cuDeviceGet(self, ordinal: int) -> tuple[Any, ...]:
+    def cuDeviceGet(self, ordinal: int) -> Any:
         self._gpu(ordinal)
-        return OK, types.CUdevice(ordinal)
+        return types.CUdevice(ordinal)
 
     def _gpu(self, device: Any) -> SimulatedGPU:
         if not 0 <= int(device) < len(self._visible):
@@ -135,25 +136,25 @@ class SimulatedDevices:
         return self._visible[int(device)][0]
 
     @function(1)
-    def cuDeviceGetUuid(self, device: Any) -> tuple[Any, ...]:
+    def cuDeviceGetUuid(self, device: Any) -> Any:
         self._gpu(device)
         raw = uuid.UUID(self._visible[int(device)][1].partition("-")[2]).bytes
-        return OK, SimpleNamespace(bytes=raw)
+        return SimpleNamespace(bytes=raw)
 
     @function(1)
-    def cuDeviceGetName(self, length: int, device: Any) -> tuple[Any, ...]:
-        return OK, self._gpu(device).name.encode()[: length - 1] + b"\0"
+    def cuDeviceGetName(self, length: int, device: Any) -> Any:
+        return self._gpu(device).name.encode()[: length - 1] + b"\0"
 
     @function(1)
-    def cuDeviceGetPCIBusId(self, length: int, device: Any) -> tuple[Any, ...]:
-        return OK, self._gpu(device).pci_bus_id.encode()[: length - 1] + b"\0"
+    def cuDeviceGetPCIBusId(self, length: int, device: Any) -> Any:
+        return self._gpu(device).pci_bus_id.encode()[: length - 1] + b"\0"
 
     @function(1)
-    def cuDeviceTotalMem(self, device: Any) -> tuple[Any, ...]:
-        return OK, self._gpu(device).total_memory
+    def cuDeviceTotalMem(self, device: Any) -> Any:
+        return self._gpu(device).total_memory
 
     @function(1)
-    def cuDeviceGetAttribute(self, attribute: Any, device: Any) -> tuple[Any, ...]:
+    def cuDeviceGetAttribute(self, attribute: Any, device: Any) -> Any:
         kind = types.CUdevice_attribute
         which = [
             kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
@@ -161,11 +162,11 @@ class SimulatedDevices:
         ]
         if attribute not in which:
             raise AttributeError(f"the simulated driver has no {attribute}")
-        return OK, self._gpu(device).compute_capability[which.index(attribute)]
+        return self._gpu(device).compute_capability[which.index(attribute)]
 
     @function(1)
-    def cuDeviceCanAccessPeer(self, device: Any, peer: Any) -> tuple[Any, ...]:
-        return OK, int(self._reaches(self._gpu(device), self._gpu(peer)))
+    def cuDeviceCanAccessPeer(self, device: Any, peer: Any) -> Any:
+        return int(self._reaches(self._gpu(device), self._gpu(peer)))
 
     @staticmethod
     def _reaches(gpu: SimulatedGPU, other: SimulatedGPU) -> bool:

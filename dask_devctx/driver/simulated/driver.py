@@ -10,7 +10,7 @@ from typing import Any
 from cuda.bindings import driver as types
 
 from dask_devctx.driver.simulated.devices import Context, SimulatedGPU
-from dask_devctx.driver.simulated.faults import OK, Faults, Status, function
+from dask_devctx.driver.simulated.faults import Faults, Refused, Status, function
 from dask_devctx.driver.simulated.memory import Block, Handle, Memory
 from dask_devctx.driver.simulated.streams import SimulatedStreams
 
@@ -34,35 +34,35 @@ class SimulatedDriver(SimulatedStreams):
     # -- memory
 
     @function(2, works=True)
-    def cuMemGetInfo(self) -> tuple[Any, ...]:
+    def cuMemGetInfo(self) -> Any:
         gpu = self._here().gpu
-        return OK, gpu.total_memory - gpu.used_memory, gpu.total_memory
+        return gpu.total_memory - gpu.used_memory, gpu.total_memory
 
     @function(1, works=True, unsafe=True)
-    def cuMemAlloc(self, nbytes: int) -> tuple[Any, ...]:
+    def cuMemAlloc(self, nbytes: int) -> Any:
         context = self._here()
         if nbytes == 0:
-            return (Status.CUDA_ERROR_INVALID_VALUE,)
+            raise Refused(Status.CUDA_ERROR_INVALID_VALUE)
         base = self._memory.allocate(context, nbytes)
         if base is None:
-            return (Status.CUDA_ERROR_OUT_OF_MEMORY,)
-        return OK, types.CUdeviceptr(base)
+            raise Refused(Status.CUDA_ERROR_OUT_OF_MEMORY)
+        return types.CUdeviceptr(base)
 
     @function(0, works=True, unsafe=True)
-    def cuMemFree(self, pointer: Any) -> tuple[Any, ...]:
+    def cuMemFree(self, pointer: Any) -> Any:
         current = self._current()
         if current is not None and not current.alive:
-            return (Status.CUDA_ERROR_CONTEXT_IS_DESTROYED,)
-        freed = not int(pointer) or self._memory.free(int(pointer))
-        return (OK if freed else Status.CUDA_ERROR_INVALID_VALUE,)
+            raise Refused(Status.CUDA_ERROR_CONTEXT_IS_DESTROYED)
+        if int(pointer) and not self._memory.free(int(pointer)):
+            raise Refused(Status.CUDA_ERROR_INVALID_VALUE)
 
     @function(2, works=True)
-    def cuMemGetAddressRange(self, pointer: Any) -> tuple[Any, ...]:
+    def cuMemGetAddressRange(self, pointer: Any) -> Any:
         self._here()
         block = self._memory.find(int(pointer))
         if block is None:
-            return (Status.CUDA_ERROR_NOT_FOUND,)
-        return OK, types.CUdeviceptr(block.base), block.nbytes
+            raise Refused(Status.CUDA_ERROR_NOT_FOUND)
+        return types.CUdeviceptr(block.base), block.nbytes
 
     def block(self, pointer: int) -> Block | None:
         """Return the allocation with this address; for simulated libraries, not a CUDA function."""
@@ -71,45 +71,43 @@ class SimulatedDriver(SimulatedStreams):
     # -- copies, which are done when the call returns
 
     @function(0, works=True)
-    def cuMemcpyAsync(self, target: Any, source: Any, nbytes: int, stream: Any) -> tuple[Any, ...]:
-        return self._given(stream, lambda: self._copy(target, source, nbytes))
+    def cuMemcpyAsync(self, target: Any, source: Any, nbytes: int, stream: Any) -> Any:
+        self._give(stream, lambda: self._copy(target, source, nbytes))
 
     @function(0, works=True)
     def cuMemcpyPeerAsync(
         self, target: Any, context: Any, source: Any, of: Any, nbytes: int, stream: Any
-    ) -> tuple[Any, ...]:
+    ) -> Any:
         for each in (context, of):
             if not int(each):
-                return (Status.CUDA_ERROR_INVALID_CONTEXT,)
+                raise Refused(Status.CUDA_ERROR_INVALID_CONTEXT)
             self._alive(self._known(each))
-        return self._given(stream, lambda: self._copy(target, source, nbytes))
+        self._give(stream, lambda: self._copy(target, source, nbytes))
 
     @function(0, works=True)
-    def cuMemcpy3DAsync(self, copy: Any, stream: Any) -> tuple[Any, ...]:
-        return self._given(stream, lambda: self._copy_box(copy))
+    def cuMemcpy3DAsync(self, copy: Any, stream: Any) -> Any:
+        self._give(stream, lambda: self._copy_box(copy))
 
     # -- the package's own kernel, and no other
 
     @function(1, works=True, unsafe=True)
-    def cuLibraryLoadData(self, code: bytes, *options: Any) -> tuple[Any, ...]:
+    def cuLibraryLoadData(self, code: bytes, *options: Any) -> Any:
         self._here()
         library = types.CUlibrary(next(self._handles))
         self._libraries[int(library)] = code
-        return OK, library
+        return library
 
     @function(1)
-    def cuLibraryGetKernel(self, library: Any, name: bytes) -> tuple[Any, ...]:
+    def cuLibraryGetKernel(self, library: Any, name: bytes) -> Any:
         code = self._libraries.get(int(library))
         if code is None or b".entry " + name not in code:
-            return (Status.CUDA_ERROR_NOT_FOUND,)
-        return OK, types.CUkernel(int(library))
+            raise Refused(Status.CUDA_ERROR_NOT_FOUND)
+        return types.CUkernel(int(library))
 
     @function(0, works=True)
-    def cuLaunchKernelEx(
-        self, config: Any, kernel: Any, params: int, extra: int
-    ) -> tuple[Any, ...]:
+    def cuLaunchKernelEx(self, config: Any, kernel: Any, params: int, extra: int) -> Any:
         if int(kernel) not in self._libraries:
-            return (Status.CUDA_ERROR_INVALID_HANDLE,)
+            raise Refused(Status.CUDA_ERROR_INVALID_HANDLE)
         first = ctypes.c_uint64.from_address(params).value
         boxes = range(first, first + config.gridDimX * _BOX_NBYTES, _BOX_NBYTES)
 
@@ -118,7 +116,7 @@ class SimulatedDriver(SimulatedStreams):
                 self._faults.poison(Status.CUDA_ERROR_ILLEGAL_ADDRESS)
             return True
 
-        return self._given(config.hStream, run)
+        self._give(config.hStream, run)
 
     def _copy_box(self, copy: Any) -> bool:
         """Copy rows of bytes, each at its pitch, and planes of such rows."""
@@ -151,25 +149,13 @@ class SimulatedDriver(SimulatedStreams):
     def _copy(self, target: Any, source: Any, nbytes: int) -> bool:
         return not nbytes or self._memory.copy(int(target), int(source), nbytes)
 
-    @function(0, works=True, unsafe=True)
-    def cuMemcpyDtoH(self, host: int, source: Any, nbytes: int) -> tuple[Any, ...]:
-        return self._given(0, lambda: self._move(source, nbytes, lambda at: (host, at)))
-
-    @function(0, works=True, unsafe=True)
-    def cuMemcpyHtoD(self, target: Any, host: int, nbytes: int) -> tuple[Any, ...]:
-        return self._given(0, lambda: self._move(target, nbytes, lambda at: (at, host)))
+    @function(0, works=True)
+    def cuMemcpyDtoHAsync(self, host: int, source: Any, nbytes: int, stream: Any) -> Any:
+        self._give(stream, lambda: self._move(source, nbytes, lambda at: (host, at)))
 
     @function(0, works=True)
-    def cuMemcpyDtoHAsync(
-        self, host: int, source: Any, nbytes: int, stream: Any
-    ) -> tuple[Any, ...]:
-        return self._given(stream, lambda: self._move(source, nbytes, lambda at: (host, at)))
-
-    @function(0, works=True)
-    def cuMemcpyHtoDAsync(
-        self, target: Any, host: int, nbytes: int, stream: Any
-    ) -> tuple[Any, ...]:
-        return self._given(stream, lambda: self._move(target, nbytes, lambda at: (at, host)))
+    def cuMemcpyHtoDAsync(self, target: Any, host: int, nbytes: int, stream: Any) -> Any:
+        self._give(stream, lambda: self._move(target, nbytes, lambda at: (at, host)))
 
     def _move(self, pointer: Any, nbytes: int, ends: Callable[[int], tuple[int, int]]) -> bool:
         """Copy between device and host: ``ends`` gives target and source, by host addresses."""
@@ -179,60 +165,58 @@ class SimulatedDriver(SimulatedStreams):
         return not nbytes or block is not None
 
     @function(0, works=True, unsafe=True)
-    def cuMemHostRegister(self, host: int, nbytes: int, flags: int) -> tuple[Any, ...]:
+    def cuMemHostRegister(self, host: int, nbytes: int, flags: int) -> Any:
         self._here()
         if not int(host) or not nbytes or flags & ~0xF:
-            return (Status.CUDA_ERROR_INVALID_VALUE,)
+            raise Refused(Status.CUDA_ERROR_INVALID_VALUE)
         end = int(host) + nbytes
         for begin, length in self._locked_pages.items():
             if begin < end and int(host) < begin + length:
-                return (Status.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED,)
+                raise Refused(Status.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED)
         self._locked_pages[int(host)] = nbytes
-        return (OK,)
 
     @function(0, works=True, unsafe=True)
-    def cuMemHostUnregister(self, host: int) -> tuple[Any, ...]:
+    def cuMemHostUnregister(self, host: int) -> Any:
         if int(host) not in self._locked_pages:
-            return (Status.CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED,)
+            raise Refused(Status.CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED)
         self._here()
         self._locked_pages.pop(int(host), None)
-        return (OK,)
 
     # -- memory between processes
 
     @function(1, works=True, unsafe=True)
-    def cuIpcGetMemHandle(self, pointer: Any) -> tuple[Any, ...]:
+    def cuIpcGetMemHandle(self, pointer: Any) -> Any:
         context = self._here()
         if self._is_instance(context):
-            return (Status.CUDA_ERROR_NOT_SUPPORTED,)
+            raise Refused(Status.CUDA_ERROR_NOT_SUPPORTED)
         block = self._memory.find(int(pointer))
         exported = None if block is None or block.opened else block.export()
         if exported is None:
-            return (Status.CUDA_ERROR_INVALID_VALUE,)
+            raise Refused(Status.CUDA_ERROR_INVALID_VALUE)
         handle = types.CUipcMemHandle()
         ctypes.memmove(handle.getPtr(), exported.pack(), _HANDLE_NBYTES)
-        return OK, handle
+        return handle
 
     @function(1, works=True, unsafe=True)
-    def cuIpcOpenMemHandle(self, handle: Any, flags: int) -> tuple[Any, ...]:
+    def cuIpcOpenMemHandle(self, handle: Any, flags: int) -> Any:
         context = self._here()
         exported = Handle.unpack(ctypes.string_at(handle.getPtr(), _HANDLE_NBYTES))
         gpu = next((gpu for gpu in self._gpus if exported and exported.is_of(gpu)), None)
         if flags != 1 or exported is None or gpu is None:
-            return (Status.CUDA_ERROR_INVALID_VALUE,)
+            raise Refused(Status.CUDA_ERROR_INVALID_VALUE)
         if self._is_instance(context):
-            return (Status.CUDA_ERROR_NOT_SUPPORTED,)
+            raise Refused(Status.CUDA_ERROR_NOT_SUPPORTED)
         if exported.pid == os.getpid():
-            return (Status.CUDA_ERROR_INVALID_CONTEXT,)
+            raise Refused(Status.CUDA_ERROR_INVALID_CONTEXT)
         if gpu is not context.gpu and not self._reaches(context.gpu, gpu):
-            return (Status.CUDA_ERROR_PEER_ACCESS_UNSUPPORTED,)
-        return self._memory.open(exported, context)
+            raise Refused(Status.CUDA_ERROR_PEER_ACCESS_UNSUPPORTED)
+        return types.CUdeviceptr(self._memory.open(exported, context))
 
     @function(0, works=True, unsafe=True)
-    def cuIpcCloseMemHandle(self, pointer: Any) -> tuple[Any, ...]:
+    def cuIpcCloseMemHandle(self, pointer: Any) -> Any:
         self._here()
-        closed = self._memory.close(int(pointer))
-        return (OK if closed else Status.CUDA_ERROR_INVALID_VALUE,)
+        if not self._memory.close(int(pointer)):
+            raise Refused(Status.CUDA_ERROR_INVALID_VALUE)
 
     def _is_instance(self, context: Context) -> bool:
         return self._visible[context.ordinal][1].startswith("MIG-")

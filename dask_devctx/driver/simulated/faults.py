@@ -15,7 +15,6 @@ from cuda.bindings import driver as types
 from dask_devctx.errors import nearest
 
 Status = types.CUresult
-OK = Status.CUDA_SUCCESS
 
 # The calls that need a working device. They report a sticky error; calls that only ask for the
 # current context do not.
@@ -23,11 +22,11 @@ WORKING_CALLS: set[str] = set()
 # The calls whose effect a graph would not repeat. CUDA calls them potentially unsafe.
 UNSAFE_CALLS: set[str] = set()
 # The calls among them that wait for the device's work.
-_WAITING_CALLS = ("cuCtxSynchronize", "cuMemcpyDtoH", "cuStreamSynchronize")
+_WAITING_CALLS = ("cuCtxSynchronize", "cuStreamSynchronize")
 
 
 class Refused(Exception):  # no error of ours: the driver's answer
-    """The body of a driver function cannot go on: its status."""
+    """The status of a driver function that cannot go on."""
 
     def __init__(self, status: Any) -> None:
         super().__init__(status)
@@ -113,22 +112,23 @@ class Faults:
         self._planned.clear()
         self._sticky = None
 
-    def of_call(self, function: str, args: tuple[Any, ...]) -> Any:
-        """Return the ``CUresult`` that this call is to fail with, or None."""
+    def check(self, function: str, args: tuple[Any, ...]) -> None:
+        """Count a call; refuse it if it is to fail."""
         self.calls[function] += 1
         for fault in self._planned:
             if fault.function == function and fault.times and (not fault.when or fault.when(*args)):
                 fault.times -= 1
                 if not fault.times:
                     self._planned.remove(fault)
-                return fault.status
+                raise Refused(fault.status)
         if self._sticky is None or function not in WORKING_CALLS:
-            return None
+            return
         if function in _WAITING_CALLS:
             time.sleep(max(0.0, self._sticky_at - time.monotonic()))
         if time.monotonic() >= self._sticky_at:
-            return self._sticky
-        return Status.CUDA_ERROR_NOT_READY if function == "cuEventQuery" else None
+            raise Refused(self._sticky)
+        if function == "cuEventQuery":
+            raise Refused(Status.CUDA_ERROR_NOT_READY)
 
 
 def function(
@@ -136,13 +136,13 @@ def function(
 ) -> Callable[[Any], Any]:
     """Make a method a driver function that returns its status and ``outputs`` values.
 
-    The method returns its status, and after ``OK`` its values, or it raises :class:`Refused`.
+    The method returns the values, or raises :class:`Refused`.
 
     ``works`` puts it among the calls that need a working device, ``unsafe`` among those that a
     capture forbids.
     """
 
-    def decorate(body: Callable[..., tuple[Any, ...]]) -> Any:
+    def decorate(body: Callable[..., Any]) -> Any:
         if works:
             WORKING_CALLS.add(body.__name__)
         if unsafe:
@@ -150,19 +150,16 @@ def function(
 
         @functools.wraps(body)
         def call(self: Any, *args: Any) -> tuple[Any, ...]:
-            status = self._faults.of_call(body.__name__, args)
-            # The real driver answers so in a process that was forked after cuInit.
-            if status is None and needs_init and self._pid != os.getpid():
-                status = Status.CUDA_ERROR_NOT_INITIALIZED
-            if status is None:
-                status = self._refused(body.__name__)
-            values: list[Any] = []
-            if status is None:
-                try:
-                    status, *values = body(self, *args)
-                except Refused as refused:
-                    status = refused.status
-            return (status, *values, *[None] * (outputs - len(values)))
+            try:
+                self._faults.check(body.__name__, args)
+                # The real driver answers so in a process that was forked after cuInit.
+                if needs_init and self._pid != os.getpid():
+                    raise Refused(Status.CUDA_ERROR_NOT_INITIALIZED)
+                self._check(body.__name__)
+                found = body(self, *args)
+            except Refused as refused:
+                return (refused.status, *[None] * outputs)
+            return (Status.CUDA_SUCCESS, *(found if outputs > 1 else [found][:outputs]))
 
         return call
 

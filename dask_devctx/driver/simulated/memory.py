@@ -17,10 +17,8 @@ import threading
 import uuid
 from typing import Any, NamedTuple
 
-from cuda.bindings.driver import CUdeviceptr
-
 from dask_devctx.driver.simulated.devices import Context, SimulatedGPU
-from dask_devctx.driver.simulated.faults import OK, Status
+from dask_devctx.driver.simulated.faults import Refused, Status
 
 _FIRST_ADDRESS = 0x7F00_0000_0000
 _PAGE = 2 * 2**20  # one stays free after each block, so that no overrun meets another block
@@ -46,11 +44,7 @@ class Handle(NamedTuple):
         return cls(pid, fd, nbytes, uuid.UUID(bytes=gpu), token) if mark == _MARK else None
 
     def is_of(self, gpu: SimulatedGPU) -> bool:
-        return self.gpu.bytes == uuid.UUID(gpu.uuid.removeprefix("GPU-")).bytes
-
-    @property
-    def is_of_a_dead_process(self) -> bool:
-        return not os.path.exists(f"/proc/{self.pid}")
+        return self.gpu == uuid.UUID(gpu.uuid.removeprefix("GPU-"))
 
     def contents(self) -> mmap.mmap | None:
         """Map the exporter's memory; None where it was freed, or is in another container."""
@@ -209,27 +203,29 @@ class Memory:
 
     # -- memory of other processes
 
-    def open(self, handle: Handle, context: Context) -> tuple[Any, ...]:
-        """Map another process's memory for a context; return the status and the address."""
+    def open(self, handle: Handle, context: Context) -> int:
+        """Map another process's memory for a context; return the address."""
         with self._lock:
             for block in self._all():
                 if block.opened == handle and block.context is context:
                     block.uses += 1
-                    return OK, CUdeviceptr(block.base)
+                    return block.base
                 # Memory that one process has on a GPU can be open in one context per GPU of another
                 # process, not in two.
                 if block.opened and block.context.gpu is context.gpu:
                     theirs = block.opened.pid, block.opened.gpu
                     if theirs == (handle.pid, handle.gpu) and block.context is not context:
-                        return (Status.CUDA_ERROR_ALREADY_MAPPED,)
+                        raise Refused(Status.CUDA_ERROR_ALREADY_MAPPED)
             contents = handle.contents()
-            if contents is None and handle.is_of_a_dead_process:
-                return (Status.CUDA_ERROR_INVALID_HANDLE,)
             if contents is None:
-                return (Status.CUDA_ERROR_INVALID_VALUE,)
+                dead = not os.path.exists(f"/proc/{handle.pid}")
+                wrong = (
+                    Status.CUDA_ERROR_INVALID_HANDLE if dead else Status.CUDA_ERROR_INVALID_VALUE
+                )
+                raise Refused(wrong)
             block = self._add(context, handle.nbytes, contents)
             block.opened = handle
-            return OK, CUdeviceptr(block.base)
+            return block.base
 
     def close(self, base: int) -> bool:
         """Undo one opening; False where nothing is open at this address."""

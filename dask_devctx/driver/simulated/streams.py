@@ -22,7 +22,7 @@ from cuda.bindings import driver as types
 
 from dask_devctx.driver.simulated.contexts import SimulatedContexts
 from dask_devctx.driver.simulated.devices import Context, SimulatedGPU
-from dask_devctx.driver.simulated.faults import OK, UNSAFE_CALLS, Faults, Refused, Status, function
+from dask_devctx.driver.simulated.faults import UNSAFE_CALLS, Faults, Refused, Status, function
 
 CaptureMode = types.CUstreamCaptureMode
 _GLOBAL = CaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
@@ -66,53 +66,49 @@ class Captures:
     def __init__(self) -> None:
         self._active: list[Capture] = []
 
-    def of_call(self, function: str, context: Context | None, mode: Any) -> Any:
-        """Return the status of a call that captures forbid; None where it is allowed."""
-        if not self._active:
-            return None
-        if function == "cuCtxSynchronize" and self.of_context(context) != OK:
-            return Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
-        if function in UNSAFE_CALLS:
+    def check_call(self, function: str, context: Context | None, mode: Any) -> None:
+        """Refuse a call that captures forbid."""
+        if self._active and function == "cuCtxSynchronize":
+            self.check_context(context)
+        if self._active and function in UNSAFE_CALLS:
             thread = threading.get_ident()
-            return _spoilt(
+            _spoil(
                 (one for one in self._active if one.is_refused_to(thread, mode)),
                 Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
             )
-        return None
 
-    def of_context(self, context: Context | None) -> Any:
-        """Return the status of a call that concerns all streams of a context."""
+    def check_context(self, context: Context | None) -> None:
+        """Refuse a call that concerns all streams of a context."""
         captures = (one for one in self._active if one.stream.context is context)
-        return _spoilt(captures, Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED) or OK
+        _spoil(captures, Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
 
     def blocking(self, context: Context) -> list[Capture]:
         """Return the captures for whose streams the legacy stream of a context waits."""
         streams = (one.stream for one in self._active)
         return [s.capture for s in streams if s.capture and s.blocking and s.context is context]
 
-    def of_stream(self, stream: Stream) -> Any:
-        """Return the status of a call that gives work to a stream."""
+    def check_stream(self, stream: Stream) -> None:
+        """Refuse a call that gives work to a stream."""
         if stream.legacy:
             captures = self.blocking(stream.context)
-            return _spoilt(captures, Status.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT) or OK
-        spoilt = stream.capture is not None and not stream.capture.valid
-        return Status.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED if spoilt else OK
+            _spoil(captures, Status.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
+        elif stream.capture is not None and not stream.capture.valid:
+            raise Refused(Status.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
 
-    def of_wait(self, stream: Stream, event: Capture | None) -> Any:
-        """Return the status of a stream's wait for an event, which a capture may have recorded."""
-        status = self.of_stream(stream)
-        if status != OK or event is stream.capture:
-            return status
-        ended = event is not None and not self.has(event)
+    def check_wait(self, stream: Stream, event: Capture | None) -> None:
+        """Refuse a stream's wait for an event, which a capture may have recorded."""
+        self.check_stream(stream)
+        if event is stream.capture:
+            return
+        goes_on = event is not None and self.has(event)
         if stream.capture is not None:
-            merges = event is not None and not ended
-            name = f"CUDA_ERROR_STREAM_CAPTURE_{'MERGE' if merges else 'ISOLATION'}"
-            return _spoilt([stream.capture, event], Status.__members__[name])
-        if ended:
-            return Status.CUDA_ERROR_CAPTURED_EVENT
+            name = f"CUDA_ERROR_STREAM_CAPTURE_{'MERGE' if goes_on else 'ISOLATION'}"
+            _spoil([stream.capture, event], Status.__members__[name])
+        if not goes_on:
+            raise Refused(Status.CUDA_ERROR_CAPTURED_EVENT)
         if event is not None and event.valid:
             raise AttributeError("the simulated driver has no streams that join a capture")
-        return Status.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
+        raise Refused(Status.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
 
     def has(self, capture: Capture) -> bool:
         """Return whether a capture goes on."""
@@ -128,12 +124,13 @@ class Captures:
             stream.capture = None
 
 
-def _spoilt(captures: Iterable[Capture | None], status: Any) -> Any:
-    """Return the status that these captures cause, which end without a graph; None if none does."""
+def _spoil(captures: Iterable[Capture | None], status: Any) -> None:
+    """End these captures without a graph, and refuse the call that does it; nothing if none is."""
     found = [capture for capture in captures if capture is not None]
     for capture in found:
         capture.valid = False
-    return status if found else None
+    if found:
+        raise Refused(status)
 
 
 class SimulatedStreams(SimulatedContexts):
@@ -154,85 +151,72 @@ class SimulatedStreams(SimulatedContexts):
         for stream in [each for each in self._streams.values() if each.context is context]:
             self._captures.forget(stream)
 
-    def _refused(self, function: str) -> Any:
-        mode = self._thread.capture_mode
-        return super()._refused(function) or self._captures.of_call(function, self._current(), mode)
+    def _check(self, function: str) -> None:
+        super()._check(function)
+        self._captures.check_call(function, self._current(), self._thread.capture_mode)
 
     # -- events: each is reached as soon as it is recorded
 
     @function(1, works=True)
-    def cuEventCreate(self, flags: int) -> tuple[Any, ...]:
+    def cuEventCreate(self, flags: int) -> Any:
         context = self._here()
         event = types.CUevent(next(self._handles))
         self._events[int(event)] = context
         if not int(flags) & _DISABLE_TIMING:
             self._reached[int(event)] = None
-        return OK, event
+        return event
 
     @function(0)
-    def cuEventDestroy(self, event: Any) -> tuple[Any, ...]:
+    def cuEventDestroy(self, event: Any) -> Any:
         found = self._events.pop(int(event), None)
         self._reached.pop(int(event), None)
         self._captured.pop(int(event), None)
-        return (OK if found else Status.CUDA_ERROR_INVALID_HANDLE,)
+        if found is None:
+            raise Refused(Status.CUDA_ERROR_INVALID_HANDLE)
 
     @function(0, works=True)
-    def cuEventRecord(self, event: Any, stream: Any) -> tuple[Any, ...]:
+    def cuEventRecord(self, event: Any, stream: Any) -> Any:
         found = self._stream(stream)
         if not self._events.get(int(event)) is found.context is self._current():
-            return (Status.CUDA_ERROR_INVALID_HANDLE,)
-        status = self._captures.of_stream(found)
-        if status == OK:
-            self._captured.pop(int(event), None)
-            if found.capture is not None:
-                self._captured[int(event)] = found.capture
-            elif int(event) in self._reached:
-                self._reached[int(event)] = time.perf_counter()
-        return (status,)
+            raise Refused(Status.CUDA_ERROR_INVALID_HANDLE)
+        self._captures.check_stream(found)
+        self._captured.pop(int(event), None)
+        if found.capture is not None:
+            self._captured[int(event)] = found.capture
+        elif int(event) in self._reached:
+            self._reached[int(event)] = time.perf_counter()
 
     @function(0, works=True)
-    def cuCtxRecordEvent(self, context: Any, event: Any) -> tuple[Any, ...]:
+    def cuCtxRecordEvent(self, context: Any, event: Any) -> Any:
         found = self._known(context)
         if self._events.get(int(event)) is not found:
-            return (Status.CUDA_ERROR_INVALID_HANDLE,)
-        status = self._captures.of_context(found)
-        if status == OK:
-            self._captured.pop(int(event), None)
-        return (status,)
+            raise Refused(Status.CUDA_ERROR_INVALID_HANDLE)
+        self._captures.check_context(found)
+        self._captured.pop(int(event), None)
 
     @function(0, works=True, unsafe=True)
-    def cuEventQuery(self, event: Any) -> tuple[Any, ...]:
-        return (self._state(event),)
-
-    @function(0, unsafe=True)
-    def cuEventSynchronize(self, event: Any) -> tuple[Any, ...]:
-        return (self._state(event),)
-
-    def _state(self, event: Any) -> Any:
+    def cuEventQuery(self, event: Any) -> Any:
         if int(event) not in self._events:
-            return Status.CUDA_ERROR_INVALID_HANDLE
+            raise Refused(Status.CUDA_ERROR_INVALID_HANDLE)
         capture = self._captured.get(int(event))
-        if capture is None:
-            return OK
-        if not self._captures.has(capture):
-            return Status.CUDA_ERROR_INVALID_VALUE  # not so in the documentation, but on an H100
-        capture.valid = False
-        return Status.CUDA_ERROR_CAPTURED_EVENT
+        if capture is not None and not self._captures.has(capture):
+            # Not so in the documentation, but on an H100.
+            raise Refused(Status.CUDA_ERROR_INVALID_VALUE)
+        _spoil([capture], Status.CUDA_ERROR_CAPTURED_EVENT)
 
     @function(1, works=True)
-    def cuEventElapsedTime(self, start: Any, end: Any) -> tuple[Any, ...]:
-        reached = [self._reached.get(int(event)) for event in (start, end)]
-        first, last = reached
+    def cuEventElapsedTime(self, start: Any, end: Any) -> Any:
+        first, last = (self._reached.get(int(event)) for event in (start, end))
         if first is None or last is None:
-            return (Status.CUDA_ERROR_INVALID_HANDLE,)
-        return OK, 1000 * (last - first)
+            raise Refused(Status.CUDA_ERROR_INVALID_HANDLE)
+        return 1000 * (last - first)
 
     @function(0, works=True)
-    def cuStreamWaitEvent(self, stream: Any, event: Any, flags: int) -> tuple[Any, ...]:
+    def cuStreamWaitEvent(self, stream: Any, event: Any, flags: int) -> Any:
         found = self._stream(stream)
         if int(event) not in self._events:
-            return (Status.CUDA_ERROR_INVALID_HANDLE,)
-        return (self._captures.of_wait(found, self._captured.get(int(event))),)
+            raise Refused(Status.CUDA_ERROR_INVALID_HANDLE)
+        self._captures.check_wait(found, self._captured.get(int(event)))
 
     # -- streams: each has always finished its work
 
@@ -249,73 +233,71 @@ class SimulatedStreams(SimulatedContexts):
         return stream
 
     @function(1, works=True)
-    def cuStreamCreate(self, flags: int) -> tuple[Any, ...]:
+    def cuStreamCreate(self, flags: int) -> Any:
         context = self._here()
         if int(flags) not in (0, 1):
-            return (Status.CUDA_ERROR_INVALID_VALUE,)
+            raise Refused(Status.CUDA_ERROR_INVALID_VALUE)
         stream = types.CUstream(next(self._handles))
         self._streams[int(stream)] = Stream(context, blocking=int(flags) == 0)
-        return OK, stream
+        return stream
 
     @function(0, works=True)
-    def cuStreamDestroy(self, stream: Any) -> tuple[Any, ...]:
+    def cuStreamDestroy(self, stream: Any) -> Any:
         found = self._streams.get(int(stream))
         if found is not None and found.capture is not None:
             raise AttributeError("the simulated driver destroys no stream that is captured")
-        self._streams.pop(int(stream), None)
-        return (OK if found else Status.CUDA_ERROR_INVALID_HANDLE,)
+        if self._streams.pop(int(stream), None) is None:
+            raise Refused(Status.CUDA_ERROR_INVALID_HANDLE)
 
     @function(0, works=True, unsafe=True)
-    def cuStreamSynchronize(self, stream: Any) -> tuple[Any, ...]:
+    def cuStreamSynchronize(self, stream: Any) -> Any:
         found = self._stream(stream)
-        refused = _spoilt([found.capture], Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
-        return (refused or self._captures.of_stream(found),)
+        _spoil([found.capture], Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
+        self._captures.check_stream(found)
 
-    def _given(self, stream: Any, work: Callable[[], bool]) -> tuple[Any, ...]:
+    def _give(self, stream: Any, work: Callable[[], bool]) -> None:
         """Do a stream's work at once, or not at all while the stream is captured.
 
         The work returns False where an argument is wrong.
         """
         found = self._stream(stream)
-        status = self._captures.of_stream(found)
-        if status != OK or found.capture is not None or work():
-            return (status,)
-        return (Status.CUDA_ERROR_INVALID_VALUE,)
+        self._captures.check_stream(found)
+        if found.capture is None and not work():
+            raise Refused(Status.CUDA_ERROR_INVALID_VALUE)
 
     # -- streams that are captured
 
     @function(0)
-    def cuStreamBeginCapture(self, stream: Any, mode: Any) -> tuple[Any, ...]:
+    def cuStreamBeginCapture(self, stream: Any, mode: Any) -> Any:
         found = self._stream(stream)
         if found.legacy:
-            return (Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,)
+            raise Refused(Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
         if found.capture is not None:
-            return (Status.CUDA_ERROR_ILLEGAL_STATE,)
+            raise Refused(Status.CUDA_ERROR_ILLEGAL_STATE)
         self._captures.add(Capture(found, CaptureMode(int(mode)), threading.get_ident()))
-        return (OK,)
 
     @function(1)
-    def cuStreamEndCapture(self, stream: Any) -> tuple[Any, ...]:
+    def cuStreamEndCapture(self, stream: Any) -> Any:
         found = self._stream(stream)
         capture = found.capture
         if capture is None:
-            return (Status.CUDA_ERROR_ILLEGAL_STATE,)
+            raise Refused(Status.CUDA_ERROR_ILLEGAL_STATE)
         self._captures.forget(found)  # also on the wrong thread
         if capture.mode != _RELAXED and capture.thread != threading.get_ident():
-            return (Status.CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD,)
+            raise Refused(Status.CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD)
         if not capture.valid:
-            return (Status.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED,)
-        return OK, types.CUgraph(next(self._handles))
+            raise Refused(Status.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
+        return types.CUgraph(next(self._handles))
 
     @function(1)
-    def cuStreamIsCapturing(self, stream: Any) -> tuple[Any, ...]:
+    def cuStreamIsCapturing(self, stream: Any) -> Any:
         found = self._stream(stream)
         if found.legacy and self._captures.blocking(found.context):  # asking spoils nothing
-            return (Status.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT,)
+            raise Refused(Status.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
         number = 0 if found.capture is None else 2 - found.capture.valid
-        return OK, types.CUstreamCaptureStatus(number)
+        return types.CUstreamCaptureStatus(number)
 
     @function(1)
-    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> tuple[Any, ...]:
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> Any:
         before, self._thread.capture_mode = self._thread.capture_mode, CaptureMode(int(mode))
-        return OK, before
+        return before
