@@ -297,15 +297,14 @@ def known(kind: type, row: Mapping[str, Any]) -> dict[str, Any]:
 
 def transfers(metrics: Mapping[str, Any]) -> Iterator[Transfer]:
     """Yield the transfers that a worker's heartbeat tells of."""
-    for name in TRAFFIC:
-        for row in metrics.get(name, ()):
-            yield Transfer(**known(Transfer, row))
+    for row in metrics.get(TRAFFIC, ()):
+        yield Transfer(**known(Transfer, row))
 
 
-# The metric with a row for each device in a worker's heartbeat, those with a row for each pair of
-# devices, and the name of the device in a task's metadata.
+# The metrics with a row for each device in a worker's heartbeat, and for each pair of devices, and
+# the name of the device in a task's metadata.
 METRIC: Final = "devctx"
-TRAFFIC: Final = ("devctx-traffic", "devctx-ipc")
+TRAFFIC: Final = "devctx-traffic"
 DEVICE: Final = "device"
 # The end of a copy that is the worker's host memory.
 HOST: Final = "host"

@@ -13,17 +13,15 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
-import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, Final
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.errors import DevctxError
-from dask_devctx.transfer.ipc.ranges import Ranges
+from dask_devctx.transfer.ipc.ranges import Pool, Ranges
 
 logger = logging.getLogger(__name__)
 
@@ -55,24 +53,24 @@ class HostBlock:
 
 
 class _Slab:
-    """Pages that are locked together."""
+    """Pages that are locked together, until neither a pool nor a block has them."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
-        self._device = device
-        self._pages = _pages(nbytes)
-        self.address = _address(self._pages)
+        pages = _pages(nbytes)
+        self.address = _address(pages)
+        self.ranges = Ranges(nbytes)
         _make(self.address, nbytes)
         with device:
             device._backend.calls.work.lock_pages(self.address, nbytes)
-        self.ranges = Ranges(nbytes)
-
-    def release(self) -> None:
-        """Unlock the pages and give them back; nothing may use them any more."""
-        with suppress(DevctxError), self._device:  # a broken context has no locked pages
-            self._device._backend.calls.work.unlock_pages(self.address)
+        weakref.finalize(self, _unlock, device, pages).atexit = False
 
 
-class PageLockedPool:
+def _unlock(device: Device, pages: mmap.mmap) -> None:
+    with suppress(DevctxError), device:  # a broken context has no locked pages
+        device._backend.calls.work.unlock_pages(_address(pages))
+
+
+class PageLockedPool(Pool):
     """Host memory for values of all devices, at most ``limit`` bytes of it locked for ``device``.
 
     ``make_room`` is called with a number of bytes before a block becomes ordinary memory; it
@@ -87,109 +85,55 @@ class PageLockedPool:
         slab: int = _SLAB_NBYTES,
         make_room: Callable[[int], bool] = lambda nbytes: False,
     ) -> None:
+        super().__init__()
         self.limit = limit
         self._device = device
         self._slab = max(min(slab, limit), _LEAST_SLAB_NBYTES)
         self._make_room = make_room
-        self._slabs: list[_Slab] = []
-        self._closed = False
         self._refused = False  # no more pages can be locked
-        self._lock = threading.Lock()
-        self._growing = threading.Lock()
-        # A block may be collected at any moment, also on a thread that changes the slabs just then.
-        self._ended: deque[tuple[_Slab, int]] = deque()
 
     @property
     def nbytes(self) -> int:
         """The bytes that are locked, in use or not."""
-        return sum(slab.ranges.nbytes for slab in self._slabs)
-
-    @property
-    def taken(self) -> int:
-        """The bytes that are locked and in use."""
-        with self._locked():
-            return sum(slab.ranges.taken for slab in self._slabs)
+        return sum(slab.ranges.nbytes for slab in self._blocks)
 
     def take(self, nbytes: int) -> HostBlock:
-        """Return a block of memory."""
-        block = self._piece(nbytes)
-        while block is None and self._grow(nbytes):
-            block = self._piece(nbytes)
-        if block is None and self._make_room(nbytes):
-            block = self._piece(nbytes)
-        if block is None:
+        """Return a block of memory; it goes back when it is collected."""
+        found = self.piece(nbytes)
+        if found is None and self._make_room(nbytes):
+            found = self.piece(nbytes, grow=False)
+        if found is None:
             pages = _pages(max(nbytes, 1))
-            block = HostBlock(pages, _address(pages), nbytes, is_page_locked=False)
+            return HostBlock(pages, _address(pages), nbytes, is_page_locked=False)
+        slab, offset = found
+        block = HostBlock(slab, slab.address + offset, nbytes, is_page_locked=True)
+        weakref.finalize(block, self.give, slab, offset).atexit = False
         return block
 
     def grow_ahead(self) -> bool:
         """Lock further pages if few are free; return whether it did."""
-        if self._refused or self.nbytes - self.taken >= _SPARE_SLABS * self._slab:
-            return False
-        return self._grow(self._slab)
+        with self._growing:
+            is_spare = self.nbytes - self.taken >= _SPARE_SLABS * self._slab
+            return not is_spare and self._grow(self._slab)
 
     def close(self) -> None:
         """Unlock the pages that are not in use; the others are unlocked as they come back."""
-        with self._locked():
-            self._closed = self._refused = True
+        self._refused, self._blocks = True, []
 
-    def _piece(self, nbytes: int) -> HostBlock | None:
-        with self._locked():
-            for slab in self._slabs:
-                offset = slab.ranges.take(nbytes)
-                if offset is not None:
-                    block = HostBlock(slab, slab.address + offset, nbytes, is_page_locked=True)
-                    weakref.finalize(block, self._give, slab, offset).atexit = False
-                    return block
-        return None
-
-    def _give(self, slab: _Slab, offset: int) -> None:
-        """Take a block back that ended, unless a thread has the lock: the next one does it."""
-        self._ended.append((slab, offset))
-        if self._lock.acquire(blocking=False):
-            try:
-                self._take_back()
-            finally:
-                self._lock.release()
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Hold the lock, and take back the blocks that ended, before and after."""
-        with self._lock:
-            self._take_back()
-            yield
-            self._take_back()
-
-    def _take_back(self) -> None:
-        while self._ended:
-            slab, offset = self._ended.popleft()
-            slab.ranges.give(offset)
-        for slab in [slab for slab in self._slabs if self._closed and slab.ranges.unused]:
-            self._slabs.remove(slab)
-            slab.release()
-
-    def _grow(self, nbytes: int) -> bool:
-        """Lock further pages; return whether a block of that size may fit now."""
-        before = len(self._slabs)
-        with self._growing:
-            if len(self._slabs) != before:  # another thread has just done it
-                return True
-            wanted = max(self._slab, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
-            if self._refused or self.nbytes + wanted > self.limit:
-                return False
-            try:
-                slab = _Slab(self._device, wanted)
-            except (DevctxError, OSError) as error:
-                self._refused = True
-                logger.warning(
-                    "No more host memory can be page-locked (%s). Values that leave a device go to "
-                    "ordinary host memory, which is slower",
-                    error,
-                )
-                return False
-            with self._locked():
-                self._slabs.append(slab)
-            return True
+    def _made(self, nbytes: int) -> _Slab | None:
+        wanted = max(self._slab, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        if self._refused or self.nbytes + wanted > self.limit:
+            return None
+        try:
+            return _Slab(self._device, wanted)
+        except (DevctxError, OSError) as error:
+            self._refused = True
+            logger.warning(
+                "No more host memory can be page-locked (%s). Values that leave a device go to "
+                "ordinary host memory, which is slower",
+                error,
+            )
+            return None
 
 
 def _pages(nbytes: int) -> mmap.mmap:

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from dask_devctx.cuda.device import Device
@@ -89,6 +89,9 @@ def is_dense(strides: Any, shape: Any, itemsize: int = 1) -> bool:
 LEAST_NBYTES: Final = 1 << 20
 # The most copies whose durations are waited for; beyond, the first ones count without a time.
 _WAITING_AT_MOST: Final = 1024
+# Each heartbeat carries all rows. In a large cluster, a worker sends to a thousand others.
+_MOST_ROWS: Final = 256
+_OTHERS: Final = "other workers"
 # The earlier copies that each new one looks at, whether they are complete.
 _LOOK_AT_MOST: Final = 4
 
@@ -133,42 +136,42 @@ def timed(device: Device, source: Device, nbytes: int, stream: int) -> Iterator[
 
 @dataclass
 class Traffic:
-    """The traffic from one device to another."""
+    """The traffic from one end to another, by one transport: fields of the report's rows."""
 
     nbytes: int = 0
     copies: int = 0
     saved: int = 0  # how many times a task found a copy of its input there already
-    seconds: float = 0.0  # that threads spent on starting the copies; they do not wait for the end
-    measured_nbytes: int = 0  # of the copies that the device timed
-    measured_s: float = 0.0  # that it took for them
+    seconds: float = 0.0  # of the transfers; within a worker, that threads spent to start them
+    measured_nbytes: int = 0  # of the transfers whose own time is known
+    measured_s: float = 0.0  # that they took
+    reason: str | None = None  # why the values go through the host
 
 
 class _Ordered(NamedTuple):
-    source: Device
-    device: Device
+    ends: tuple[str, str]
     nbytes: int
     begun: float
     parts: list[TimedCopy]
 
 
 class TrafficCounts:
-    """Counts copies by source and destination; threads may call all methods.
+    """Counts transfers by source, destination and transport; threads may call all methods.
 
-    ``on_copy`` is called, on any thread, with the source, the destination, the bytes, the time of
-    the start, and the seconds of each copy, None if the device did not time it.
+    An end is a device's UUID, or a worker's address.
     """
 
     def __init__(self) -> None:
-        self.on_copy: Callable[[Device, Device, int, float, float | None], object] | None = None
+        # Called, on any thread, with the ends, the bytes, the seconds and the transport; the number
+        # of values; and the time of the start, and whether the device timed the copy.
+        self.on_copy: Callable[..., object] | None = None
         self._lock = threading.Lock()
-        self._traffic: dict[tuple[Device, Device], Traffic] = {}
+        self._traffic: dict[tuple[str, str, str], Traffic] = {}
         self._ordered: deque[_Ordered] = deque()
 
     def saved(self, sources: Mapping[Device, int], device: Device) -> None:
         """Count an input that was there already, in place of a copy from some sources."""
-        with self._lock:
-            for source in sources:
-                self._of(source, device).saved += 1
+        for source in sources:
+            self._add(source.uuid, device.uuid, "peer", saved=1)
 
     def copied(
         self,
@@ -180,14 +183,31 @@ class TrafficCounts:
     ) -> None:
         """Count a copy of the sources' bytes, ordered at a time, and its parts that are timed."""
         for source, nbytes in sources.items():
-            with self._lock:
-                traffic = self._of(source, device)
-                traffic.nbytes += nbytes
-                traffic.copies += 1
-                traffic.seconds += seconds / len(sources)
+            ends, took = (source.uuid, device.uuid), seconds / len(sources)
+            self._add(*ends, "peer", nbytes=nbytes, copies=1, seconds=took)
             parts = [part for part in timed if part.source is source]
-            self._ordered.append(_Ordered(source, device, nbytes, begun, parts))
+            self._ordered.append(_Ordered(ends, nbytes, begun, parts))
         self.measure(_LOOK_AT_MOST)
+
+    def arrived(
+        self, source: str, destination: str, nbytes: int, seconds: float, values: int
+    ) -> None:
+        """Count values that came from another worker by CUDA IPC in some seconds."""
+        counts = {"nbytes": nbytes, "copies": values, "seconds": seconds}
+        counts |= {"measured_nbytes": nbytes, "measured_s": seconds}
+        self._add(source, destination, "ipc", **counts)
+        if self.on_copy is not None:
+            self.on_copy(source, destination, nbytes, seconds, "ipc", values)
+
+    def sent(
+        self, source: str, destination: str, transport: str, nbytes: int, reason: str | None
+    ) -> None:
+        """Count a value that dask sends; the last workers of a large cluster share a row."""
+        known = (source, destination, transport) in self._traffic
+        to = destination if known or len(self._traffic) < _MOST_ROWS else _OTHERS
+        self._add(source, to, transport, nbytes=nbytes, copies=1).reason = reason
+        if self.on_copy is not None:
+            self.on_copy(source, destination, nbytes, 0.0, transport)
 
     def measure(self, at_most: int | None = None) -> None:
         """Note the durations of copies that are complete by now; does not wait."""
@@ -196,28 +216,34 @@ class TrafficCounts:
                 copy = self._ordered.popleft()
             except IndexError:  # there are no more
                 return
-            measured_nbytes, measured_s = 0, 0.0
+            nbytes, took = 0, 0.0
             with suppress(DevctxError):  # the device failed, or a graph was captured
                 if all(part.end.done() for part in copy.parts):
-                    measured_s = sum(part.end.seconds_since(part.begin) for part in copy.parts)
-                    measured_nbytes = sum(part.nbytes for part in copy.parts)
+                    took = sum(part.end.seconds_since(part.begin) for part in copy.parts)
+                    nbytes = sum(part.nbytes for part in copy.parts)
                 elif len(self._ordered) < _WAITING_AT_MOST:
                     self._ordered.append(copy)
                     continue
-            if measured_s:
-                with self._lock:
-                    traffic = self._of(copy.source, copy.device)
-                    traffic.measured_nbytes += measured_nbytes
-                    traffic.measured_s += measured_s
+            if took:
+                self._add(*copy.ends, "peer", measured_nbytes=nbytes, measured_s=took)
             if self.on_copy is not None:
                 # The small parts of a value are not timed.
-                seconds = measured_s * copy.nbytes / measured_nbytes if measured_s else None
-                self.on_copy(copy.source, copy.device, copy.nbytes, copy.begun, seconds)
+                seconds = took * copy.nbytes / nbytes if took else 0.0
+                what = copy.nbytes, seconds, "peer"
+                self.on_copy(*copy.ends, *what, begun=copy.begun, timed=bool(took))
 
-    def rows(self) -> dict[tuple[Device, Device], Traffic]:
-        """Return the traffic until now, for each pair of source and destination."""
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each source, destination and transport, as plain data."""
+        self.measure()
         with self._lock:
-            return {pair: replace(traffic) for pair, traffic in self._traffic.items()}
+            return [
+                {"source": source, "destination": destination, "transport": transport, **vars(row)}
+                for (source, destination, transport), row in self._traffic.items()
+            ]
 
-    def _of(self, source: Device, device: Device) -> Traffic:
-        return self._traffic.setdefault((source, device), Traffic())
+    def _add(self, source: str, destination: str, transport: str, **counts: float) -> Traffic:
+        with self._lock:
+            row = self._traffic.setdefault((source, destination, transport), Traffic())
+            for name, count in counts.items():
+                setattr(row, name, getattr(row, name) + count)
+        return row

@@ -20,6 +20,8 @@ from dask_devctx.dask_internals.connections import unpickled_later
 from dask_devctx.dask_internals.shuffles import rechunking
 from dask_devctx.dask_internals.worker import metric
 from dask_devctx.errors import counted
+from dask_devctx.scheduler.rows import TRAFFIC
+from dask_devctx.transfer.traffic import TrafficCounts
 from dask_devctx.worker.actors import DeviceActors
 from dask_devctx.worker.allocators import allocating
 from dask_devctx.worker.comms import in_place_of_the_first, landing_on, serialization
@@ -98,13 +100,15 @@ class DeviceExtension:
             self.record.retried = self.monitor.retries.counted
             self.monitor.retries.on_retry = self.history.tried_again
             register_nodes()
+            traffic = self.traffic = TrafficCounts()
+            traffic.on_copy, self.history.refresh = self.history.copied, traffic.measure
+            steps.enter_context(metric(worker, TRAFFIC, lambda worker: traffic.rows()))
             if options.move_inputs:
-                copies = self.copies = steps.enter_context(_opened(Copies, options.replica_limit))
+                copies = self.copies = steps.enter_context(
+                    _opened(Copies, options.replica_limit, traffic)
+                )
                 copies.holds_back = self.monitor.calls.is_alone_on
-                copies.counts.on_copy = self.history.copied_between
-                self.history.refresh = copies.counts.measure
                 self.record.memory["copies"] = copies.nbytes
-                steps.enter_context(metric(worker, Copies.metric, copies.metrics))
             serialization.register()
             steps.enter_context(unpickled_later(worker, is_out_of_memory))
             rechunks = Rechunks(worker, used, lambda: self.store, self.copies)
@@ -115,6 +119,7 @@ class DeviceExtension:
                     worker,
                     used,
                     lambda: self.store,
+                    traffic,
                     staging=options.ipc_staging,
                     limits=self.limits,
                     use=options.ipc,
@@ -123,9 +128,8 @@ class DeviceExtension:
                     has_failed=self.monitor.has_failed,
                 )
             )
-            self.peers.traffic.on_copy = self.history.copied
             self.record.memory["staging"] = self.peers.staging_nbytes
-            steps.enter_context(exposed(self.record, self.monitor, self._transfers))
+            steps.enter_context(exposed(self.record, self.monitor, traffic.rows))
             self.monitor.retries.drop_replicas = lambda device: (
                 self._make_room(device) + self.peers.free_staging(device)
             )
@@ -210,11 +214,7 @@ class DeviceExtension:
 
     def report(self) -> dict[str, Any]:
         """Return the tasks that ran on each device, and the transfers, as plain data."""
-        return {**self.record.report(), "transfers": self._transfers()}
-
-    def _transfers(self) -> list[dict[str, Any]]:
-        within = [] if self.copies is None else self.copies.metrics(self._worker)
-        return [{**row, "transport": "peer"} for row in within] + self.peers.traffic.rows()
+        return {**self.record.report(), "transfers": self.traffic.rows()}
 
     def _make_room(self, device: Device) -> int:
         """Drop copies and spill values of a device that has no memory left; return the bytes."""

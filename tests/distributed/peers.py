@@ -40,7 +40,7 @@ def first_device(dask_worker: Worker) -> int:
 
 def transfers(dask_worker: Worker) -> dict[str, int]:
     found: dict[str, int] = {}
-    for row in dask_worker.metrics["devctx-ipc"](dask_worker):
+    for row in dask_worker.metrics["devctx-traffic"](dask_worker):
         found[row["transport"]] = found.get(row["transport"], 0) + row["copies"]
     return found
 

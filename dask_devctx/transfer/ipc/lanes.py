@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from dask_devctx.cuda.device import Device
@@ -120,6 +121,17 @@ def take(device: Device) -> Lane:
         lanes = _free.setdefault(device._backend, {}).setdefault(device, [])
         lane = lanes.pop() if lanes else None
     return lane if lane is not None and lane.usable else Lane(device)
+
+
+@contextmanager
+def taken(device: Device) -> Iterator[Lane]:
+    """Give a lane for copies that begin inside; :func:`finish` it, unless they fail."""
+    lane = take(device)
+    try:
+        yield lane
+    except BaseException:
+        drop(lane)
+        raise
 
 
 def shared(device: Device, name: str) -> Lane:

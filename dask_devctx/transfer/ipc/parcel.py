@@ -12,28 +12,22 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple
 
 import cloudpickle
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver.relaxed import RelaxedCapture
 
-# -- messages between processes: they are sent as tuples, and arrive as lists, which `read` takes
+# -- messages between processes, pickled
 
 
 class Place(NamedTuple):
-    """Bytes in a buffer of another process: its number and handle, their offset and length."""
+    """Bytes in a buffer of another process: its handle, their offset and length."""
 
-    number: int
     handle: bytes
     offset: int
     nbytes: int
-
-    @classmethod
-    def read(cls, given: Any) -> Self:
-        number, handle, offset, nbytes = given
-        return cls(number, bytes(handle), offset, nbytes)
 
 
 class Described(NamedTuple):
@@ -45,17 +39,11 @@ class Described(NamedTuple):
 
 
 class Header(NamedTuple):
-    """A transfer: the name of its memory, the source's UUID, its parts, and their place."""
+    """A transfer: the source's UUID, its parts, and their place."""
 
-    memory: str
     source: str
     parts: tuple[Described, ...]
     place: Place
-
-    @classmethod
-    def read(cls, given: Any) -> Self:
-        memory, source, parts, place = given
-        return cls(memory, source, tuple(Described(*part) for part in parts), Place.read(place))
 
 
 # -- the bytes on a device
@@ -197,11 +185,6 @@ class Parts:
             self.all.append(part)
         return place
 
-    def forget(self, first: int) -> None:
-        """Forget the parts from an index on."""
-        del self.all[first:]
-        self._known = {name: one for name, one in self._known.items() if one.place < first}
-
 
 class _Index:
     """Represents a part in a pickle: unpickling gives the part's memory."""
@@ -230,21 +213,22 @@ class Parcel:
     gathered: bool = False  # as in `Parts`
 
 
-def pack(value: object, find: Find, parts: Parts | None = None) -> Parcel:
-    """Return a value as a pickle and the memory that is not in the pickle.
+def pack(value: object, find: Find) -> Parcel:
+    """Return a value as a pickle and the memory that is not in the pickle."""
+    file, parts = io.BytesIO(), Parts()
+    buffers: list[memoryview] = []
 
-    With ``parts``, its parts are added to those of other values, which it may share.
-    """
-    parts = Parts() if parts is None else parts
-    before = len(parts.all)
-    try:
-        packed = _packed(_Pickler, value, find, parts)
-        if b"__main__" not in packed.pickled:
-            return packed
-    except Exception:  # a function without a name, for example; the next attempt raises or works
-        pass
-    parts.forget(before)
-    return _packed(_CloudPickler, value, find, parts)
+    def leave_out(buffer: pickle.PickleBuffer) -> bool:
+        try:
+            buffers.append(buffer.raw())
+        except BufferError:  # the memory has gaps
+            return True
+        return False
+
+    pickler = _Pickler(file, protocol=5, buffer_callback=leave_out)
+    pickler.find, pickler.parts = find, parts
+    pickler.dump(value)
+    return Parcel(file.getvalue(), buffers, parts.all, parts.gathered)
 
 
 def unpack(pickled: Any, buffers: Sequence[Any], parts: Sequence[Any]) -> Any:
@@ -267,33 +251,7 @@ def _arrived(place: int) -> Any:
     return _unpacking.parts[place]
 
 
-def _packed(kind: Any, value: object, find: Find, parts: Parts) -> Parcel:
-    file = io.BytesIO()
-    buffers: list[memoryview] = []
-
-    def leave_out(buffer: pickle.PickleBuffer) -> bool:
-        try:
-            buffers.append(buffer.raw())
-        except BufferError:  # the memory has gaps
-            return True
-        return False
-
-    pickler = kind(file, protocol=5, buffer_callback=leave_out)
-    pickler.find, pickler.parts = find, parts
-    pickler.dump(value)
-    return Parcel(file.getvalue(), buffers, parts.all, parts.gathered)
-
-
-class _Pickler(pickle.Pickler):
-    find: Find
-    parts: Parts
-
-    def reducer_override(self, value: Any) -> Any:
-        reduce = self.find(type(value))
-        return NotImplemented if reduce is None else reduce(value, self.parts)
-
-
-class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     find: Find
     parts: Parts
 

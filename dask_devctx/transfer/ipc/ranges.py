@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 # The driver aligns its own allocations like this.
 ALIGNMENT = 256
@@ -61,6 +65,72 @@ class Ranges:
             before, length = self._free.pop(index - 1)
             index, offset, nbytes = index - 1, before, length + nbytes
         self._free.insert(index, (offset, nbytes))
+
+
+class Pool:
+    """Gives out pieces of blocks, each with its ``ranges``; makes blocks as needed; thread-safe."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Any] = []
+        self._lock = threading.Lock()
+        self._growing = threading.Lock()  # taken before the other; a new block takes its time
+        # A piece may end at any moment, also on a thread that has the lock just then.
+        self._ended: deque[tuple[Any, int]] = deque()
+
+    def _made(self, nbytes: int) -> Any:
+        """Return a new block, with room for so many bytes; None if there is to be none now."""
+        raise NotImplementedError
+
+    @property
+    def taken(self) -> int:
+        """The bytes that are in use."""
+        with self._locked():
+            return sum(block.ranges.taken for block in self._blocks)
+
+    def piece(self, nbytes: int, *, grow: bool = True) -> tuple[Any, int] | None:
+        """Return a block and the offset of a piece in it; None if there is no room now."""
+        found = self._piece(nbytes)
+        if found is None and grow:
+            with self._growing:  # others take pieces of the blocks that are there meanwhile
+                while (found := self._piece(nbytes)) is None and self._grow(nbytes):
+                    pass
+        return found
+
+    def give(self, block: Any, offset: int) -> None:
+        """Take a piece back, unless a thread has the lock: the next one does it."""
+        self._ended.append((block, offset))
+        if self._lock.acquire(blocking=False):
+            try:
+                self._take_back()
+            finally:
+                self._lock.release()
+
+    def _piece(self, nbytes: int) -> tuple[Any, int] | None:
+        with self._locked():
+            for block in self._blocks:
+                if (offset := block.ranges.take(nbytes)) is not None:
+                    return block, offset
+        return None
+
+    def _grow(self, nbytes: int) -> bool:
+        block = self._made(nbytes)
+        if block is not None:
+            with self._locked():
+                self._blocks.append(block)
+        return block is not None
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock, and take back the pieces that ended, before and after."""
+        with self._lock:
+            self._take_back()
+            yield
+            self._take_back()
+
+    def _take_back(self) -> None:
+        while self._ended:
+            block, offset = self._ended.popleft()
+            block.ranges.give(offset)
 
 
 def in_a_row(sizes: Iterable[int]) -> tuple[list[int], int]:

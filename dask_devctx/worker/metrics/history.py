@@ -99,13 +99,6 @@ class History:
         end = start + seconds
         self.copies.append((source, destination, nbytes, start, end, transport, values, timed))
 
-    def copied_between(
-        self, source: Device, target: Device, nbytes: int, begun: float, seconds: float | None
-    ) -> None:
-        """Note a copy within the worker; ``seconds`` is None if it was not timed; on any thread."""
-        ends, timed = (source.uuid, target.uuid), seconds is not None
-        self.copied(*ends, nbytes, seconds or 0.0, "peer", begun=begun, timed=timed)
-
     def tried_again(self, key: Hashable, device: Device, error: Exception) -> None:
         """Note a task that ran out of a device's memory; on any thread."""
         self.happened("out-of-memory", device.uuid, key, f"{type(error).__name__}: {error}")

@@ -12,22 +12,23 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from distributed import Status, Worker
 from tornado.ioloop import PeriodicCallback
 
+from dask_devctx.config.options import is_ucx
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.connections import answering
-from dask_devctx.dask_internals.worker import larger_messages, metric, told_after
+from dask_devctx.dask_internals.worker import larger_messages, told_after
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer.ipc.sending import Staging
-from dask_devctx.worker.peers import receive
+from dask_devctx.transfer.traffic import TrafficCounts
+from dask_devctx.worker.peers import receive, send
 from dask_devctx.worker.peers.connections import Connections, Message
-from dask_devctx.worker.peers.local import Local, Pairs
-from dask_devctx.worker.peers.receive import Receiver
-from dask_devctx.worker.peers.send import Prepared, Sender, on_devices
+from dask_devctx.worker.peers.local import Local
 
 if TYPE_CHECKING:
     from dask_devctx.worker.values.store import Store
@@ -57,13 +58,12 @@ class PeerTransfers:
     False, dask sends all values, which are counted.
     """
 
-    metric: Final = "devctx-ipc"  # the name of the counts that the worker's heartbeat carries
-
     def __init__(
         self,
         worker: Worker,
         devices: Sequence[Device],
         store: Callable[[], Store | None],
+        traffic: TrafficCounts,
         *,
         staging: float,
         limits: Mapping[Device, int] = MappingProxyType({}),
@@ -73,19 +73,16 @@ class PeerTransfers:
         has_failed: Callable[[], bool] = lambda: False,
     ) -> None:
         receive.register()
-        self._local = local = Local(worker, devices, store, make_room, on_failure, has_failed)
-        self.traffic = local.traffic
-        self._uses_ipc = bool(devices) and use is not False
+        uses_ipc = bool(devices) and use is not False
+        self._local = local = Local(
+            worker, devices, store, traffic, uses_ipc, make_room, on_failure, has_failed
+        )
+        self._by_dask = "ucx" if is_ucx(worker.address) else "host"
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
-        self._pairs = Pairs(local)
-        self._sender = Sender(local)
-        self._left: set[str] = set()  # workers that left, and may have memory of this one open
         with ExitStack() as steps:
-            known = self._pairs if self._uses_ipc else None
-            complete = Receiver(local, self._pairs).complete
-            self._connections = Connections(local, known, complete, self._prepare)
+            self._connections = Connections(local, partial(receive.complete, local), self._prepare)
             steps.callback(self._end)
-            if self._uses_ipc:
+            if uses_ipc:
                 for device in devices:
                     limit = _limit(device, staging, limits.get(device))
                     local.stagings[device] = Staging(device, limit)
@@ -94,9 +91,7 @@ class PeerTransfers:
                 most = min(staging.limit for staging in local.stagings.values()) // _AT_A_TIME
                 steps.enter_context(larger_messages(worker, min(_MESSAGE_NBYTES, most)))
             steps.callback(self._connections.close)
-            rows = metric(worker, self.metric, lambda worker: self.traffic.rows())
-            steps.enter_context(rows)
-            looking = PeriodicCallback(self.look, _LOOK_EVERY_MS)
+            looking = PeriodicCallback(self._look, _LOOK_EVERY_MS)
             steps.callback(looking.stop)
             looking.start()
             self._steps = steps.pop_all()
@@ -123,19 +118,20 @@ class PeerTransfers:
             self._local.executor.shutdown(wait=False)
 
     async def _close_buffers(self, said: Any, **_: object) -> bool:
-        """Close buffers of another worker, which names its memory and their numbers."""
+        """Close buffers of another worker, which tells its address and their handles."""
         return bool(await self._local.run(self._local.opened.close, *said))
 
-    async def _prepare(self, who: str, said: str, msg: Message) -> Prepared | None:
+    def _worker_left(self, worker: str, **message: object) -> None:
+        self._local.forget(worker)
+
+    async def _prepare(self, who: str, said: str, msg: Message) -> send.Prepared | None:
         """Stage the values for another worker, which says who it is or why it cannot read them."""
-        local, places = self._local, {}
-        reason = self._pairs.why_not(said) if self._uses_ipc else "the option ipc is False"
+        local, reason, places = self._local, self._local.why_not(said), {}
         if who and local.devices:
-            places = on_devices(msg["data"], local.devices, local.store(), staged=not reason)
+            places = send.on_devices(msg["data"], local.devices, local.store(), staged=not reason)
             if places and not reason:
-                self._pairs.readers.add(who)
-                self._left.discard(who)  # it is back
-                prepared = await self._sender.prepare(who, msg, places)
+                local.readers.add(who)
+                prepared = await send.prepare(local, who, msg, places)
                 if not isinstance(prepared, str):
                     return prepared
                 reason = prepared
@@ -144,7 +140,10 @@ class PeerTransfers:
         if (store := local.store()) is not None:
             for made in await store.readable(msg["data"]):
                 made.hold_back_readers()
-        self.traffic.sent_by_dask(places, who, reason)
+        for each in places.values():
+            for device, nbytes in each.items():
+                why = reason if self._by_dask == "host" else None
+                local.traffic.sent(device.uuid, who, self._by_dask, nbytes, why)
         return msg, lambda read: None
 
     # -- staging memory
@@ -157,7 +156,7 @@ class PeerTransfers:
     @property
     def in_use(self) -> int:
         """The bytes of staging memory that hold values on their way."""
-        return sum(staging.in_use for staging in self.stagings.values())
+        return sum(staging.taken for staging in self.stagings.values())
 
     def staging_nbytes(self, device: Device) -> int:
         """Return the bytes of a device that are allocated as staging memory."""
@@ -179,42 +178,28 @@ class PeerTransfers:
                 done.result(_CLOSE_TIMEOUT_S)
         return before - self.staging_nbytes(device)
 
-    def _worker_left(self, worker: str, **message: object) -> None:
-        """Forget a worker that left the cluster; its process may still be there."""
-        self._pairs.forget(worker)
-        if worker in self._pairs.readers:
-            self._left.add(worker)
-
-    async def look(self) -> None:
-        """Look whether workers that left are gone; release staging memory that was long unused."""
-        for address in tuple(self._left):
-            await self._ask_to_close(address, ())
-            if address not in self._pairs.readers:
-                self._left.discard(address)
-        idle = [
-            staging
-            for staging in self.stagings.values()
-            if staging.nbytes and time.monotonic() - staging.used_at > _IDLE_S
-        ]
-        if idle:
-            await self.give_back(idle)
+    async def _look(self) -> None:
+        """Release staging memory that was long unused."""
+        now = time.monotonic()
+        idle = [one for one in self.stagings.values() if one.nbytes and now - one.used_at > _IDLE_S]
+        await self.give_back(idle)
 
     async def give_back(self, stagings: Sequence[Staging] | None = None) -> None:
         """Free staging memory that is not in use, once no other worker has it open."""
         stagings = list(self.stagings.values()) if stagings is None else stagings
         found = [(staging, staging.retire()) for staging in stagings]
-        numbers = tuple(buffer.number for _, buffers in found for buffer in buffers)
-        if not numbers:
+        handles = tuple(buffer.handle for _, buffers in found for buffer in buffers)
+        if not handles:
             return
-        readers = list(self._pairs.readers)
-        closed = await asyncio.gather(*[self._ask_to_close(one, numbers) for one in readers])
+        readers = list(self._local.readers)
+        closed = await asyncio.gather(*[self._ask_to_close(one, handles) for one in readers])
         for staging, buffers in found:
             if all(closed):
                 await self._local.run(staging.free, buffers)
             else:
                 staging.use_again(buffers)
 
-    async def _ask_to_close(self, address: str, numbers: tuple[int, ...]) -> bool:
+    async def _ask_to_close(self, address: str, handles: tuple[bytes, ...]) -> bool:
         """Return whether another worker has closed this worker's buffers, or is gone."""
         pool = self._local.worker.rpc
         try:
@@ -222,11 +207,11 @@ class PeerTransfers:
                 # dask tries for longer than this to connect to a process that is gone.
                 pool.reuse(address, await pool.connect(address, timeout=_CONNECT_TIMEOUT_S))
                 close = getattr(self._local.worker.rpc(address), CLOSE)
-                said = await close(said=(self._local.name, numbers))
+                said = await close(said=(self._local.worker.contact_address, handles))
         except OSError as error:
             if isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError):
                 return False
-            self._pairs.readers.discard(address)  # with what its process had open
+            self._local.readers.discard(address)  # with what its process had open
             return True
         except RuntimeError:  # this worker is closing
             return False

@@ -26,7 +26,7 @@ from dask_devctx.dask_internals.connections import (
 )
 from dask_devctx.dask_internals.worker import wrapped_handler
 from dask_devctx.errors import DriverError
-from dask_devctx.worker.peers.local import Local, Pairs
+from dask_devctx.worker.peers.local import Local
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,6 @@ class Connections:
     # both sides wait without end. Here, such a connection is closed.
 
     local: Local
-    pairs: Pairs | None  # None if dask sends all values
     complete: Callable[[str, Message], Awaitable[None]]  # a worker's answer, before dask sees it
     # Given who asks, what it says and an answer: other values to send, and a function to call with
     # whether they were read.
@@ -126,7 +125,7 @@ class _Asking:
         if not of.is_open or not isinstance(msg, dict) or msg.get("op") != "get_data":
             return await self._write(msg, *args, **kwargs)
         request, store = msg, of.local.store()
-        said = "" if of.pairs is None else of.pairs.says(self._address)
+        said = of.local.says(self._address)
         # Values for devices may arrive in host memory where they have limits.
         if (said or (store is not None and store.spill.accounts)) and msg.get("who"):
             msg = {**msg, "who": f"{msg['who']}{SAYS}{said}"}
@@ -170,22 +169,19 @@ class _Asking:
             if (is_lost and not ask_again) or not isinstance(error, Exception):
                 raise
             failure: Any = error.__context__ if too_short else error
-        if ask_again:
-            clear_frames(failure)
-            self._answered = True
-            data = await data_of(of.worker, address, list(request["keys"]), request.get("who"))
-            return {"status": "OK", "data": data}
-        logger.warning("an answer from %s could not be read", address, exc_info=failure)
-        if UNREAD.get() is None:  # no task asked
-            raise failure
+        keys, who = list(request["keys"]), request.get("who")
+        if not ask_again:
+            logger.warning("an answer from %s could not be read", address, exc_info=failure)
+            if UNREAD.get() is None:  # no task asked
+                raise failure
+        clear_frames(failure)
         self._answered = True
-        keys = list(request["keys"])
-        data = {}
-        if len(keys) == 1:
+        data: dict[Hashable, Any] = {}
+        if len(keys) == 1 and not ask_again:
             could_not_be_read(keys[0], failure, address, device_failed=of.local.has_failed())
-        else:
-            for key in keys:  # each by itself, to find those that cannot be read
-                data.update(await data_of(of.worker, address, [key], request.get("who")))
+        else:  # where some cannot be read, each by itself, to find those
+            for some in [keys] if ask_again else [[key] for key in keys]:
+                data.update(await data_of(of.worker, address, some, who))
         return {"status": "OK", "data": data}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from dask_devctx.errors import DevctxError, DriverError
 from dask_devctx.transfer.ipc.parcel import Header, unpack
 from dask_devctx.transfer.ipc.receiving import Receiving
 from dask_devctx.worker.peers.connections import ReadThroughHostError, could_not_be_read
-from dask_devctx.worker.peers.local import FAMILY, QUICK_NBYTES, QUICK_S, Local, Pairs
+from dask_devctx.worker.peers.local import FAMILY, QUICK_NBYTES, Local
 
 
 class Arriving:
@@ -38,95 +39,82 @@ def register() -> None:
     register_serialization_family(FAMILY, None, Arriving)
 
 
-class Receiver:
-    """Reads the values that other workers of the machine have staged for one worker."""
+async def complete(local: Local, address: str, msg: dict[str, Any]) -> None:
+    """Put the values of another worker's answer together.
 
-    def __init__(self, local: Local, pairs: Pairs) -> None:
-        self._local = local
-        self._pairs = pairs
+    Raise `ReadThroughHostError` if they are to be asked for again, and `CommClosedError` if a
+    device failed: dask asks again, or asks another worker.
+    """
+    data: dict[Hashable, Any] = msg["data"]
+    arriving = {key: value for key, value in data.items() if isinstance(value, Arriving)}
+    if not arriving:
+        return
+    begun = time.perf_counter()
+    header: Header = pickle.loads(msg.pop(FAMILY))
+    devices = {device.uuid: device for device in local.devices}
+    device = devices.get(header.source, local.devices[0])
+    receiving = Receiving(address, header, device, local.opened)
+    unread: dict[Hashable, Exception] = {}
 
-    async def complete(self, address: str, msg: dict[str, Any]) -> None:
-        """Put the values of another worker's answer together.
+    def unpacked() -> None:
+        with device:
+            for key, value in arriving.items():
+                try:
+                    data[key] = value.completed(receiving.parts)
+                except Exception as error:
+                    unread[key] = error
 
-        Raise `ReadThroughHostError` if they are to be asked for again, and `CommClosedError` if a
-        device failed: dask asks again, or asks another worker.
-        """
-        data: dict[Hashable, Any] = msg["data"]
-        arriving = {key: value for key, value in data.items() if isinstance(value, Arriving)}
-        if not arriving:
-            return
-        begun, local = time.perf_counter(), self._local
-        header = Header.read(msg.pop(FAMILY))
-        await self._pairs.reads(address, header.memory)
-        devices = {device.uuid: device for device in local.devices}
-        device = devices.get(header.source, local.devices[0])
-        receiving = Receiving(header, device, local.opened)
-        unread: dict[Hashable, Exception] = {}
-
-        def unpacked() -> None:
-            with device:
-                for key, value in arriving.items():
-                    try:
-                        data[key] = value.completed(receiving.parts)
-                    except Exception as error:
-                        unread[key] = error
-
-        store = local.store()
-        room = None if store is None or not store.spill.accounts else store.spill
-        if room is not None and not room.make_room(device, receiving.nbytes, wait=False):
+    store = local.store()
+    room = None if store is None or not store.spill.accounts else store.spill
+    if room is not None and not room.make_room(device, receiving.nbytes, wait=False):
+        room.give_room(device, receiving.nbytes)
+        await local.run(room.make_room, device, receiving.nbytes)
+    try:
+        await _arrive(local, receiving, unpacked)
+    except Exception as error:
+        opening = isinstance(error, DriverError) and error.function == "cuIpcOpenMemHandle"
+        no_memory = is_out_of_memory(error)
+        if not opening and (no_memory or not isinstance(error, DevctxError | OSError)):
+            unread = dict.fromkeys(arriving, error)
+        elif local.failed(device, error) or isinstance(error, OSError):
+            text = f"values from {address} could not be read: {error}"
+            raise CommClosedError(text) from error
+        else:
+            reason = f"its memory cannot be {'opened' if opening else 'read'}: {error}"
+            await local.refuse(address, reason, passes=no_memory)
+            raise ReadThroughHostError from error
+    finally:
+        if room is not None:
             room.give_room(device, receiving.nbytes)
-            await local.run(room.make_room, device, receiving.nbytes)
-        try:
-            await self._arrive(receiving, unpacked)
-        except Exception as error:
-            opening = isinstance(error, DriverError) and error.function == "cuIpcOpenMemHandle"
-            no_memory = is_out_of_memory(error)
-            if not opening and (no_memory or not isinstance(error, DevctxError | OSError)):
-                unread = dict.fromkeys(arriving, error)
-            elif local.failed(device, error) or isinstance(error, OSError):
-                text = f"values from {address} could not be read: {error}"
-                raise CommClosedError(text) from error
-            else:
-                reason = f"its memory cannot be {'opened' if opening else 'read'}: {error}"
-                await self._pairs.refuse(address, reason, passes=no_memory)
-                raise ReadThroughHostError from error
-        finally:
-            if room is not None:
-                room.give_room(device, receiving.nbytes)
-        for key, why in unread.items():
-            del data[key]
-            could_not_be_read(key, why, address, device_failed=local.has_failed())
-        took = time.perf_counter() - begun
-        if len(unread) < len(arriving):
-            ends = header.source, device.uuid
-            local.traffic.count(*ends, "ipc", receiving.nbytes, took, copies=len(arriving))
+    for key, why in unread.items():
+        del data[key]
+        could_not_be_read(key, why, address, device_failed=local.has_failed())
+    if len(unread) < len(arriving):
+        took, ends = time.perf_counter() - begun, (header.source, device.uuid)
+        local.traffic.arrived(*ends, receiving.nbytes, took, len(arriving))
 
-    async def _arrive(self, receiving: Receiving, unpacked: Callable[[], None]) -> None:
-        run = self._local.run
 
-        def allocate() -> None:
-            room = lambda: self._local.make_room(receiving.device)  # noqa: E731
-            allocated(receiving.allocate, room, room)
+async def _arrive(local: Local, receiving: Receiving, unpacked: Callable[[], None]) -> None:
+    def all_at_once() -> None:  # each change of threads takes time
+        room = lambda: local.make_room(receiving.device)  # noqa: E731
+        allocated(receiving.allocate, room, room)
+        if receiving.nbytes:
+            receiving.start()
+            receiving.finish()
+        unpacked()
 
-        def all_at_once() -> None:  # each change of threads takes time
-            allocate()
-            if receiving.nbytes:
-                receiving.finish(*receiving.start())
-            unpacked()
-
-        if receiving.nbytes > QUICK_NBYTES or not receiving.is_quick():
-            await run(all_at_once)
-            return
+    quick = receiving.nbytes <= QUICK_NBYTES and receiving.is_quick()
+    if quick:
         try:
             receiving.allocate()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            await run(allocate)  # other values may have to leave
-        if receiving.nbytes:
-            lane, opened = receiving.start()
-            if lane.done_soon(QUICK_S):
-                receiving.finish(lane, opened, is_done=True)
-            else:
-                await run(receiving.finish, lane, opened)
-        unpacked()
+            quick = False  # other values may have to leave
+    if not quick:
+        await local.run(all_at_once)
+        return
+    if receiving.nbytes:
+        receiving.start()
+        await local.copied(receiving)
+    unpacked()

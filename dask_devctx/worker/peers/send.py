@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Final
 
 from distributed.comm import CommClosedError
@@ -20,16 +20,15 @@ from dask_devctx.transfer.events import is_captured, wait_for_captures
 from dask_devctx.transfer.ipc.parcel import Header, Parcel, pack
 from dask_devctx.transfer.ipc.sending import Sending
 from dask_devctx.worker.comms.device_types import are_few, find
-from dask_devctx.worker.peers.local import FAMILY, QUICK_NBYTES, QUICK_S, Local
+from dask_devctx.worker.peers.local import FAMILY, QUICK_NBYTES, Local
 from dask_devctx.worker.values.store import Store
 from dask_devctx.worker.values.value import Value
 
 logger = logging.getLogger(__name__)
 
-# A transfer waits this long for other transfers to release staging memory, then goes through the
-# host. It looks when a transfer of this worker gives memory back, and now and then by itself.
+# A transfer waits this long for others to release staging memory, then goes through the host.
 _ROOM_TIMEOUT_S: Final = 10.0
-_ROOM_LOOK_S: Final = 0.05
+_ROOM_LOOK_S: Final = 0.005
 # After a connection ended, its receiver may still be in the middle of a copy. The staging memory is
 # kept for this long.
 _GRACE_S: Final = 5.0
@@ -41,146 +40,123 @@ Parcels = dict[Hashable, Parcel]
 Prepared = tuple[dict[str, Any], Callable[[bool], None]]
 
 
-class Sender:
-    """Stages the values that one worker sends to other workers of its machine."""
-
-    def __init__(self, local: Local) -> None:
-        self._local = local
-        self._room = asyncio.Event()
-
-    async def prepare(self, who: str, msg: dict[str, Any], places: Places) -> Prepared | str:
-        """Return a message whose values are staged and what to call at its end; else the reason."""
-        try:
-            staged = await self._staged(msg["data"], places)
-        except Exception as error:
-            device = next(iter(next(iter(places.values()))))
-            if self._local.failed(device, error):
-                raise CommClosedError(f"the device failed: {error}") from error
-            staging = self._local.stagings[device]
-            refused = staging.refused
-            if not refused:
-                logger.warning("values go to %s through the host this time", who, exc_info=True)
-            elif is_out_of_memory(error):  # it passes
-                staging.refused = ""
-            else:
-                logger.warning("values go to other workers through the host: %s", refused)
-            return refused or f"their copies failed: {error!r}"
-        if isinstance(staged, str):
-            return staged
-        sending, parcels = staged
-        return self._message(msg, sending, parcels), lambda read: self._end(sending, read)
-
-    async def _staged(
-        self, data: dict[Hashable, Any], places: Places
-    ) -> tuple[Sending, Parcels] | str:
-        """Return values packed and staged; or why they cannot be."""
-        total: Counter[Device] = Counter()
-        for each in places.values():
-            total.update(each)
-        device = max(total, key=total.__getitem__)
-        staging = self._local.stagings.get(device)
-        if staging is None or staging.refused:
-            return _NO_ROOM if staging is None else staging.refused
-        values = {key: data[key].data for key in places}
-        stamps = self._work_of(values, places)
-        parcels: Parcels = {}
-        quick = (
-            0 < sum(total.values()) <= QUICK_NBYTES
-            and not is_captured(device)
-            and all(stamp.done() for stamp in stamps)
-            and are_few(values.values(), QUICK_NBYTES)
-        )
-
-        made: list[Sending] = []
-
-        def begin() -> None:
-            parcels.update(_packed(values, device, stamps))
-            parts = [part for parcel in parcels.values() for part in parcel.parts]
-            gathered = any(parcel.gathered for parcel in parcels.values())
-            here = len(total) == 1
-            made.append(Sending(parts, staging, stamps, gathered=gathered, on_one_device=here))
-            if parcels and not quick:  # in one go: each change of threads takes time
-                copy(made[0])
-
-        def copy(sending: Sending) -> None:
-            if (lane := sending.start()) is not None:
-                sending.finish(lane)
-
-        try:
-            if quick:
-                begin()
-            else:
-                await self._local.run(begin)
-            (sending,) = made
-            if not parcels:
-                return "their type goes through the host"
-            # A view may be sent with all the memory under it.
-            small = quick and sending.nbytes <= QUICK_NBYTES
-            if small and (lane := sending.start(grow=False)) is not None:
-                if lane.done_soon(QUICK_S):
-                    sending.finish(lane, is_done=True)
-                else:
-                    await self._local.run(sending.finish, lane)
-            elif quick:
-                await self._local.run(copy, sending)
-            until = time.monotonic() + _ROOM_TIMEOUT_S
-            while sending.staged is None:
-                if not staging.in_use or time.monotonic() > until:
-                    return _NO_ROOM
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._room.wait(), _ROOM_LOOK_S)
-                await self._local.run(copy, sending)
-        except BaseException:
-            for sending in made:
-                sending.close()
-            raise
-        return sending, parcels
-
-    def _work_of(self, values: Mapping[Hashable, Any], places: Places) -> list[Stamp]:
-        stamps: list[Stamp] = []
-        unknown: set[Device] = set()
-        store = self._local.store()
-        for key, devices in places.items():
-            if values[key].__class__ is Value:
-                continue
-            value = None if store is None else store.peek(key)
-            after = value.stamp if value.__class__ is Value else None
-            if after is not None and all(device in after.devices for device in devices):
-                stamps.append(after)
-            else:
-                unknown.update(devices)
-        if unknown:
-            stamps.append(Stamp.of_devices(unknown))
-        return stamps
-
-    def _message(self, msg: dict[str, Any], sending: Sending, parcels: Parcels) -> dict[str, Any]:
-        first = 0
-        data = dict(msg["data"])
-        for key, parcel in parcels.items():
-            header = {
-                "serializer": FAMILY,
-                "first": first,
-                "count": len(parcel.parts),
-                "writeable": [not buffer.readonly for buffer in parcel.buffers],
-            }
-            data[key] = Serialized(header, [parcel.pickled, *parcel.buffers])
-            first += len(parcel.parts)
-        assert sending.staged is not None
-        parts = tuple(part.description for part in sending.parts)
-        uuid = sending.staging.device.uuid
-        about = Header(self._local.name, uuid, parts, sending.staged.place)
-        return {**msg, "data": data, FAMILY: about}
-
-    def _end(self, sending: Sending, was_read: bool) -> None:
-        if was_read:
-            self._ended(sending)
+async def prepare(local: Local, who: str, msg: dict[str, Any], places: Places) -> Prepared | str:
+    """Return a message whose values are staged and what to call at its end; else the reason."""
+    try:
+        staged = await _staged(local, msg["data"], places)
+    except Exception as error:
+        device = next(iter(next(iter(places.values()))))
+        if local.failed(device, error):
+            raise CommClosedError(f"the device failed: {error}") from error
+        staging = local.stagings[device]
+        refused = staging.refused
+        if not refused:
+            logger.warning("values go to %s through the host this time", who, exc_info=True)
+        elif is_out_of_memory(error):  # it passes
+            staging.refused = ""
         else:
-            self._local.worker.loop.call_later(_GRACE_S, self._ended, sending)
+            logger.warning("values go to other workers through the host: %s", refused)
+        return refused or f"their copies failed: {error!r}"
+    if isinstance(staged, str):
+        return staged
+    sending, parcels = staged
+    loop = local.worker.loop
 
-    def _ended(self, sending: Sending) -> None:
-        sending.close()
-        self._room.set()  # the transfers that wait for room look
-        self._room = asyncio.Event()
+    def end(was_read: bool) -> None:
+        if was_read:
+            sending.close()
+        else:
+            loop.call_later(_GRACE_S, sending.close)
+
+    return _message(msg, sending, parcels), end
+
+
+async def _staged(
+    local: Local, data: dict[Hashable, Any], places: Places
+) -> tuple[Sending, Parcels] | str:
+    """Return values packed and staged; or why they cannot be."""
+    total: Counter[Device] = Counter()
+    for each in places.values():
+        total.update(each)
+    device = max(total, key=total.__getitem__)
+    staging = local.stagings.get(device)
+    if staging is None or staging.refused:
+        return _NO_ROOM if staging is None else staging.refused
+    values = {key: data[key].data for key in places}
+    stamps = _work_of(local, values, places)
+    parcels: Parcels = {}
+    quick = (
+        0 < sum(total.values()) <= QUICK_NBYTES
+        and not is_captured(device)
+        and all(stamp.done() for stamp in stamps)
+        and are_few(values.values(), QUICK_NBYTES)
+    )
+
+    def begin() -> Sending:
+        parcels.update(_packed(values, device, stamps))
+        parts = [part for parcel in parcels.values() for part in parcel.parts]
+        gathered = any(parcel.gathered for parcel in parcels.values())
+        here = len(total) == 1
+        made = Sending(parts, staging, stamps, gathered=gathered, on_one_device=here)
+        # In one go: each change of threads takes time.
+        return copy(made) if parcels and not quick else made
+
+    def copy(sending: Sending) -> Sending:
+        if sending.start():
+            sending.finish()
+        return sending
+
+    sending: Sending = begin() if quick else await local.run(begin, undo=Sending.close)
+    if not parcels:
+        return "their type goes through the host"
+    # A view may be sent with all the memory under it.
+    if quick and sending.nbytes <= QUICK_NBYTES and sending.start(grow=False):
+        await local.copied(sending, undo=lambda _: sending.close())
+    elif quick:
+        await local.run(copy, sending, undo=Sending.close)
+    until = time.monotonic() + _ROOM_TIMEOUT_S
+    while sending.place is None:
+        if not staging.taken or time.monotonic() > until:
+            return _NO_ROOM
+        await asyncio.sleep(_ROOM_LOOK_S)
+        await local.run(copy, sending, undo=Sending.close)
+    return sending, parcels
+
+
+def _work_of(local: Local, values: Mapping[Hashable, Any], places: Places) -> list[Stamp]:
+    stamps: list[Stamp] = []
+    unknown: set[Device] = set()
+    store = local.store()
+    for key, devices in places.items():
+        if values[key].__class__ is Value:
+            continue
+        value = None if store is None else store.peek(key)
+        after = value.stamp if value.__class__ is Value else None
+        if after is not None and all(device in after.devices for device in devices):
+            stamps.append(after)
+        else:
+            unknown.update(devices)
+    if unknown:
+        stamps.append(Stamp.of_devices(unknown))
+    return stamps
+
+
+def _message(msg: dict[str, Any], sending: Sending, parcels: Parcels) -> dict[str, Any]:
+    first = 0
+    data = dict(msg["data"])
+    for key, parcel in parcels.items():
+        header = {
+            "serializer": FAMILY,
+            "first": first,
+            "count": len(parcel.parts),
+            "writeable": [not buffer.readonly for buffer in parcel.buffers],
+        }
+        data[key] = Serialized(header, [parcel.pickled, *parcel.buffers])
+        first += len(parcel.parts)
+    assert sending.place is not None
+    parts = tuple(part.description for part in sending.parts)
+    about = Header(sending.staging.device.uuid, parts, sending.place)
+    return {**msg, "data": data, FAMILY: pickle.dumps(about)}
 
 
 def on_devices(

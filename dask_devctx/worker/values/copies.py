@@ -58,11 +58,9 @@ class Copies:
     is kept. A thread makes copies ahead of their tasks.
     """
 
-    metric: Final = "devctx-traffic"
-
-    def __init__(self, limit: float) -> None:
+    def __init__(self, limit: float, counts: TrafficCounts) -> None:
         self.limit = float(limit)
-        self.counts = TrafficCounts()
+        self.counts = counts
         self.ahead = threading.Lock()  # held while an input is copied ahead of its task
         self.there: dict[Device, _There] = defaultdict(_There)
         # Whether a task has a device for itself: nothing is copied there ahead of others.
@@ -266,11 +264,3 @@ class Copies:
             there.nbytes -= copy.nbytes
             for use in copy.uses:
                 hold(use, copy.made)
-
-    def metrics(self, worker: object) -> list[dict[str, Any]]:
-        """Return the heartbeat's rows, one for each pair of devices, as plain data."""
-        self.counts.measure()
-        return [
-            {"source": source.uuid, "destination": destination.uuid, **vars(traffic)}
-            for (source, destination), traffic in self.counts.rows().items()
-        ]

@@ -12,7 +12,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.transfer.events import Stamp, hold, is_captured
 from dask_devctx.transfer.ipc import lanes
-from dask_devctx.transfer.ipc.parcel import Parcel, Part, Parts, allocate, pack, unpack
+from dask_devctx.transfer.ipc.parcel import Parcel, Part, allocate, pack, unpack
 from dask_devctx.transfer.page_locked import HostBlock
 from dask_devctx.worker.comms.device_types import are_arrays, find, find_views
 
@@ -128,7 +128,7 @@ class Copying:
         behind: Copying | None = None,
     ) -> None:
         self.forms: list[HostForm] = []
-        self._packed: list[Parts] = []  # may have memory that the copy reads
+        self._packed: list[Parcel] = []  # may have memory that the copy reads
         most = nbytes * (_LARGE if len(values) == 1 else 1)
         # The copies that make pieces dense would spoil a graph that another thread captures.
         captured = is_captured(device)
@@ -147,12 +147,12 @@ class Copying:
             try:
                 for stamp in after:
                     self._lane.after(stamp)
-                if any(parts.gathered for parts in self._packed):
+                if any(parcel.gathered for parcel in self._packed):
                     self._lane.after_current_streams()
                 if behind is not None:
                     self._lane.behind(behind._lane)
-                for form, parts in zip(self.forms, self._packed, strict=True):
-                    for part, (_, block) in zip(parts.all, form.parts, strict=True):
+                for form, parcel in zip(self.forms, self._packed, strict=True):
+                    for part, (_, block) in zip(parcel.parts, form.parts, strict=True):
                         self._lane.copy_out(block.address, part.pointer, part.nbytes)
             except BaseException:
                 self.drop()
@@ -161,11 +161,10 @@ class Copying:
     def _pack(
         self, value: Any, apart: bool, device: Device, take: Callable[[int], HostBlock]
     ) -> None:
-        parts = Parts()
-        packed = pack(value, find if apart else find_views, parts)
-        blocks = [(tuple(part.description), take(part.nbytes)) for part in parts.all]
+        packed = pack(value, find if apart else find_views)
+        blocks = [(tuple(part.description), take(part.nbytes)) for part in packed.parts]
         self.forms.append(HostForm(packed.pickled, packed.buffers, blocks, device))
-        self._packed.append(parts)
+        self._packed.append(packed)
 
     def finish(self) -> list[HostForm]:
         """Return the host forms when their copies are done."""

@@ -6,6 +6,7 @@ import gc
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import dask
@@ -17,6 +18,7 @@ from dask_devctx import Device, DevicePlugin
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.simulated_array import SimulatedArray
 from dask_devctx.transfer import Stamp, nbytes_by_device, release_held, stamp
+from dask_devctx.transfer.traffic import TrafficCounts
 from dask_devctx.worker.values.accounting import limit_nbytes
 from dask_devctx.worker.values.copies import Copies
 from dask_devctx.worker.values.value import Value
@@ -36,12 +38,14 @@ def get(copies: Copies, one: Value, device: int) -> Any:
 
 
 def traffic(copies: Copies, source: int = 0, destination: int = 1) -> Any:
-    return copies.counts.rows()[Device(source), Device(destination)]
+    ends = Device(source).uuid, Device(destination).uuid
+    (row,) = [r for r in copies.counts.rows() if (r["source"], r["destination"]) == ends]
+    return SimpleNamespace(**row)
 
 
 @pytest.fixture
 def copies(machine: SimulatedMachine) -> Iterator[Copies]:
-    made = Copies(0.5)
+    made = Copies(0.5, TrafficCounts())
     yield made
     machine.faults.clear()
     made.close()
@@ -89,7 +93,7 @@ def test_copied_once_when_many_ask_at_once(machine: SimulatedMachine, copies: Co
 
 def test_the_one_not_used_for_longest_goes_first(machine: SimulatedMachine) -> None:
     machine.gpus[1].total_memory = 40_000
-    copies = Copies(0.5)
+    copies = Copies(0.5, TrafficCounts())
     a, b, c = (value(array()) for _ in "abc")
     for one in (a, b, a, c):
         get(copies, one, 1)

@@ -29,7 +29,6 @@ from dask_devctx import (
 from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DevctxError
-from dask_devctx.worker.values.copies import Copies
 from tests.distributed.devices import on_cluster, started
 
 da = pytest.importorskip("dask.array")
@@ -69,7 +68,7 @@ def traffic(worker: Worker) -> dict[tuple[int, int], tuple[int, int, int]]:
             row["saved"],
             row["nbytes"],
         )
-        for row in worker.metrics[Copies.metric](worker)
+        for row in worker.metrics["devctx-traffic"](worker)
     }
 
 
@@ -118,7 +117,7 @@ async def test_inputs_stay_where_they_are(client: Client, worker: Worker) -> Non
             await client.submit(where, x)
         lost = await _scattered_lost(client)  # it is not looked for
         assert await client.submit(lambda value: 5, lost, pure=False) == 5
-    assert Copies.metric not in worker.metrics
+    assert traffic(worker) == {}
 
 
 _gates: dict[str, threading.Event] = defaultdict(threading.Event)
