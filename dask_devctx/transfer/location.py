@@ -5,9 +5,8 @@ Two arrays may be views of one allocation. It is freed with the last of them, so
 
 from __future__ import annotations
 
+import gc
 import logging
-import threading
-from collections import Counter
 from typing import Any, NamedTuple
 
 from dask_devctx.cuda.device import Device
@@ -21,18 +20,8 @@ _CUT_SHORT = (
     "value counts as host data and does not move. If it holds arrays, keep them nearer to its top, "
     "or in an object of a type that you register with device_of.register and to_device.register"
 )
-# The number of objects to look at first: if one is an array, all of the value is counted at once.
-_FIRST_LOOK = 32
 
 _told: set[type] = set()
-
-
-class _Thread(threading.local):
-    # While a registered function runs: the bytes of the parts for which it called ``device_of``.
-    parts: Counter[Device] | None = None
-
-
-_thread = _Thread()
 
 
 class DeviceOf(Registry):
@@ -55,8 +44,7 @@ class DeviceOf(Registry):
     ``device_of.register(T)`` makes a type known. The registered function takes the value, and
     returns anything that :class:`~dask_devctx.Device` accepts, or None. The whole value then
     counts as living on that device. Its size is its attribute ``nbytes``; without one, the
-    size of the parts for which the function calls ``device_of``. This imports no library and
-    creates no context.
+    size of the arrays in it there. This imports no library and creates no context.
 
     Examples
     --------
@@ -78,8 +66,6 @@ class DeviceOf(Registry):
 
     def __call__(self, value: object) -> Device | None:
         found = nbytes_by_device(value)
-        if _thread.parts is not None:
-            _thread.parts.update(found)
         return max(found, key=lambda device: (found[device], -device.device_id), default=None)
 
 
@@ -101,25 +87,27 @@ class BytesByDevice(Registry):
 
     def found_in(self, value: object, *, told: bool = False) -> dict[Device, int]:
         """Return the same as a call, without a message in the log unless it is ``told``."""
-        for at_most in (_FIRST_LOOK, walk.AT_MOST):
-            total, complete = walk.look(value, self._count, at_most)
-            if total or complete:
-                break
-        if not complete and total:
-            total = {}
-            for places in map(self._count, walk.leaves(value)):
-                for device, nbytes in places.items():
-                    total[device] = total.get(device, 0) + nbytes
-        elif not complete and told and type(value) not in _told:
+        total, complete = self._look(value, walk.AT_MOST)
+        if total and not complete:
+            return self._look(value)[0]
+        if told and not complete and type(value) not in _told:
             _told.add(type(value))
             logger.warning(_CUT_SHORT, type(value).__qualname__, walk.AT_MOST)
         return total
 
-    def estimated(self, value: object) -> walk.Look:
+    def estimated(self, value: object) -> tuple[dict[Device, int], bool]:
         """Return an estimate, and whether it is exact; takes less than a millisecond."""
-        if walk.is_plain(value):
-            return walk.Look({}, True)
-        return walk.look(value, self._count, walk.AT_MOST_ON_LOOP)
+        return ({}, True) if walk.is_plain(value) else self._look(value, walk.AT_MOST_ON_LOOP)
+
+    def _look(self, value: object, at_most: int | None = None) -> tuple[dict[Device, int], bool]:
+        total: dict[Device, int] = {}
+        try:
+            for leaf in walk.leaves(value, at_most):
+                for device, nbytes in self._count(leaf).items():
+                    total[device] = total.get(device, 0) + nbytes
+        except walk.TooManyError as error:
+            return {device: round(n * error.times) for device, n in total.items()}, False
+        return total, True
 
     def _count(self, leaf: Any) -> dict[Device, int]:
         count = self.find(type(leaf))
@@ -134,17 +122,13 @@ class BytesByDevice(Registry):
 
 
 def _on_one_device(value: Any) -> dict[Device, int]:
-    parts: Counter[Device] = Counter()
-    before, _thread.parts = _thread.parts, parts
-    try:
-        which = device_of.dispatch(type(value))(value)
-    finally:
-        _thread.parts = before
+    which = device_of.dispatch(type(value))(value)
     if which is None:
         return {}
-    device = Device(which)
-    nbytes = getattr(value, "nbytes", None)
-    return {device: parts[device] if nbytes is None else int(nbytes)}
+    device, nbytes = Device(which), getattr(value, "nbytes", None)
+    if nbytes is None:
+        nbytes = nbytes_by_device.found_in(gc.get_referents(value)).get(device, 0)
+    return {device: int(nbytes)}
 
 
 device_of = DeviceOf()

@@ -17,11 +17,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final
 
 from dask.utils import Dispatch
-
-from dask_devctx.cuda.device import Device
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +29,7 @@ AT_MOST: Final = 1000
 AT_MOST_ON_LOOP: Final = 100
 # The number of parts whose type to look at, for each object of the bound.
 _TYPES_PER_OBJECT = 20
-# The number of parts of one type in one container to look at first.
+# The number of parts of one type in one object to look at first.
 _SAMPLE = 16
 
 # No type of these libraries keeps arrays on devices; in the standard library only these modules do.
@@ -191,7 +189,11 @@ def _by_type(parts: Sequence[Any]) -> dict[type, list[Any]]:
 
 
 class TooManyError(Exception):
-    """A value has more objects than a search looks at."""
+    """A value has more objects than a search looks at: about ``times`` as many."""
+
+    def __init__(self, times: float) -> None:
+        super().__init__(times)
+        self.times = times
 
 
 def walk(
@@ -200,108 +202,64 @@ def walk(
     """Yield each object in a value that has parts, with those of its parts that may hold arrays.
 
     Also yield ``LEAF`` with leaves, of one type and each of them once. ``seen`` has the objects
-    that are left out, by their ids, and gets all others. Raise :class:`TooManyError` beyond
-    ``at_most`` objects.
+    that are left out, by their ids, and gets all others. Raise :class:`TooManyError` in the end if
+    there are more than ``at_most`` objects.
     """
+    # Level by level, the first and last few parts of each type in an object first. The items of a
+    # list are often similar: so a search with a bound finds the arrays in them, however long it is.
     seen = {} if seen is None else seen  # keeps the values, so that ids are not reused
-    stack = []
+    first, later = deque[Any](), deque[Any]()
+    most = sys.maxsize if at_most is None else at_most
+    types_left, looked, missed, complete = most * _TYPES_PER_OBJECT, 0, 0, True
     if id(root) not in seen:
         seen[id(root)] = root
         if find(type(root)) is LEAF:
             yield LEAF, [root]
         elif not is_plain(root):
-            stack.append(root)
-    while stack:
-        value = stack.pop()
+            first.append(root)
+    while looked < most and (first or later):
+        value = (first or later).popleft()
+        looked += 1
+        found = find(type(value))
         try:
-            wanted = _by_type(find(type(value))(value))
+            every = found(value)
+            parts = _ends(every, max(types_left, _SAMPLE))
+            wanted = _by_type(parts)
         except Exception:
             logger.debug("the parts of a %s cannot be read", type(value), exc_info=True)
             continue
-        parts = list(chain.from_iterable(wanted.values()))
-        if at_most is not None:
-            at_most -= len(parts)
-            if at_most < 0:
-                raise TooManyError
-        yield value, parts
+        types_left -= len(parts)
+        yield value, list(chain.from_iterable(wanted.values()))
         for kind, some in wanted.items():
             new = {id(part): part for part in some}
             for known in new.keys() & seen.keys():
                 del new[known]
             seen.update(new)
-            if find(kind) is not LEAF:
-                stack.extend(new.values())
-            elif new:
-                yield LEAF, list(new.values())
+            fresh = list(new.values())
+            if find(kind) is LEAF:
+                leaves = fresh[: most - looked]
+                looked += len(leaves)
+                missed += len(fresh) - len(leaves)
+                if leaves:
+                    yield LEAF, leaves
+            else:
+                first += _ends(fresh, _SAMPLE)
+                later += fresh[_SAMPLE - 2 : -2]
+            if len(fresh) == len(some):  # not the same objects, many times
+                missed += len(every) - len(parts)
+        # NumPy's arrays have objects of one kind: the ends of plain ones, such as texts, do.
+        complete &= len(parts) == len(every) or (found is _members and not wanted)
+    missed += len(first) + len(later)
+    if missed or not complete:
+        raise TooManyError(1 + missed / max(looked, 1))
+
+
+def _ends(parts: Sequence[Any], at_most: int) -> Sequence[Any]:
+    """Return at most so many of the parts: the first, and the last two."""
+    # The last two of a dictionary are a key and its value.
+    return parts if len(parts) <= at_most else [*parts[: at_most - 2], *parts[-2:]]
 
 
 def leaves(root: Any, at_most: int | None = None) -> Iterator[Any]:
     """Return the leaves in a value, each of them once."""
     return chain.from_iterable(some for value, some in walk(root, at_most) if value is LEAF)
-
-
-class Look(NamedTuple):
-    """The bytes per device, scaled up from a sample, and whether this covered the whole value."""
-
-    places: dict[Device, int]
-    complete: bool
-
-
-def _spread(parts: Sequence[Any], at_most: int) -> Sequence[Any]:
-    """Return at most so many of the parts: the first, the last two, and others at even steps."""
-    # The last two of a dictionary are a key and its value.
-    n, between = len(parts), at_most - 2
-    if n <= at_most:
-        return parts
-    return [*[parts[index * n // between] for index in range(between)], *parts[-2:]]
-
-
-def look(root: Any, count: Callable[[Any], dict[Device, int]], at_most: int = AT_MOST) -> Look:
-    """Look for arrays, whose bytes ``count`` tells, in at most so many of a value's objects."""
-    # The search goes level by level, and looks at a sample of each level first. The items of a list
-    # are often similar: a sample finds the arrays in them, however long the list is. The search
-    # looks at the other items only if it has found nothing.
-    places: dict[Device, int] = {}
-    complete = True
-    seen = {id(root): root}
-    queue: deque[tuple[Any, float]] = deque([(root, 1.0)])
-    later: deque[tuple[list[Any], float]] = deque()
-    types_left = at_most * _TYPES_PER_OBJECT
-    looked = 0
-    while looked < at_most and (queue or (later and not places)):
-        if not queue:
-            rest, scale = later.popleft()
-            some = _spread(rest, max(at_most - looked, 3))
-            complete &= len(some) == len(rest)
-            queue.extend((part, scale) for part in some if id(part) not in seen)
-            seen.update((id(part), part) for part in some)
-            continue
-        value, scale = queue.popleft()
-        looked += 1
-        found = find(type(value))
-        if found is LEAF:
-            for device, nbytes in count(value).items():
-                places[device] = places.get(device, 0) + round(nbytes * scale)
-            continue
-        if found is None:
-            continue
-        try:
-            every = found(value)
-        except Exception:
-            continue
-        parts = _spread(every, max(types_left, _SAMPLE))
-        types_left -= len(parts)
-        wanted = _by_type(parts)
-        # NumPy's arrays have objects of one kind: a sample of plain ones, such as texts, is enough.
-        complete &= len(parts) == len(every) or (found is _members and not wanted)
-        for some in wanted.values():
-            sample = _spread(some, _SAMPLE)
-            new = {id(part): part for part in sample if id(part) not in seen}
-            seen.update(new)
-            scaled = 1.0
-            if len(new) == len(sample):  # not the same objects, many times
-                scaled = scale * len(every) / len(parts) * len(some) / len(sample)
-            queue.extend((part, scaled) for part in new.values())
-            if len(some) > len(sample):
-                later.append((some, scaled))
-    return Look(places, complete and not queue and not later)
