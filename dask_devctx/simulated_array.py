@@ -23,10 +23,9 @@ from dask_devctx import driver, errors
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.relaxed import LEGACY_STREAM
-from dask_devctx.errors import DevctxError, DeviceMemoryError
-from dask_devctx.transfer import device_of, nbytes_by_device, to_device
-from dask_devctx.transfer.location import Memory, memory_of
-from dask_devctx.transfer.move import to_host
+from dask_devctx.errors import DevctxError
+from dask_devctx.transfer.libraries import known
+from dask_devctx.transfer.location import Memory
 from dask_devctx.transfer.traffic import timed
 
 _Array = np.ndarray[Any, Any]
@@ -102,10 +101,10 @@ class SimulatedArray(NDArrayOperatorsMixin):
     _device: Device
     _memory: _Memory | None
 
-    def __init__(self, shape: int | tuple[int, ...], dtype: Any = float, order: Any = "C") -> None:
+    def __new__(cls, shape: int | tuple[int, ...], dtype: Any = float, order: Any = "C") -> Self:
         size = math.prod(shape) if isinstance(shape, (tuple, list)) else int(shape)
         nbytes = np.dtype(dtype).itemsize * size
-        self._fill(_here(), nbytes, lambda: np.zeros(shape, dtype, order))
+        return cls._filled(_here(), nbytes, lambda: np.zeros(shape, dtype, order))
 
     @classmethod
     def asarray(cls, values: Any, dtype: Any = None, order: Any = None) -> Self:
@@ -135,27 +134,25 @@ class SimulatedArray(NDArrayOperatorsMixin):
 
     def _view(self, offset: int, shape: tuple[int, ...], dtype: Any, strides: Any) -> Self:
         """Return an array around this array's own memory; ``offset`` and strides are in bytes."""
-        view, flat = object.__new__(type(self)), self._data.view("u1").reshape(-1)
-        view._place(np.ndarray(shape, dtype, flat, offset, strides), self._device, self._memory)
-        return view
+        flat = self._data.view("u1").reshape(-1)
+        view = np.ndarray(shape, dtype, flat, offset, strides)
+        return self._around(view, self._device, self._memory)
 
     @classmethod
     def _filled(cls, device: Device, nbytes: int, make: Callable[[], _Array]) -> Self:
-        array = object.__new__(cls)
-        array._fill(device, nbytes, make)
-        return array
-
-    def _fill(self, device: Device, nbytes: int, make: Callable[[], _Array]) -> None:
         """Take the device's memory first, and then the host memory that represents it."""
         memory = _Memory(device, nbytes) if nbytes > 0 else None
-        data = _in_host_memory(make)
+        data = make()
         if memory is not None:
             memory.lend(data)
-        self._place(data, device, memory)
+        return cls._around(data, device, memory)
 
-    def _place(self, data: _Array, device: Device, memory: _Memory | None) -> None:
-        self._data, self._device, self._memory = data, device, memory
+    @classmethod
+    def _around(cls, data: _Array, device: Device, memory: _Memory | None) -> Self:
+        array = object.__new__(cls)
+        array._data, array._device, array._memory = data, device, memory
         _register_with_dask_array()
+        return array
 
     # -- its properties
 
@@ -207,33 +204,13 @@ class SimulatedArray(NDArrayOperatorsMixin):
 
     def _readable(self) -> _Array:
         """Return the values for a copy, which the driver can make in any context."""
-        if self._memory is not None and not self._memory.is_there():
-            with self._device:
-                self._memory.read()
+        if self._memory is not None and not self._memory.block.alive:
+            with self._device:  # the driver's error says why the memory cannot be read
+                self._device._backend.calls.work.copy_to_host(self._memory.block.base, 1)
         return self._data
 
-    def item(self, *args: Any) -> Any:
-        """Return one element as a Python number; any device may be current."""
-        return self._readable().item(*args)
-
-    def tolist(self) -> Any:
-        """Return the values as Python numbers in lists; any device may be current."""
-        return self._readable().tolist()
-
-    def __float__(self) -> float:
-        return float(self.item())
-
-    def __int__(self) -> int:
-        return int(self.item())
-
-    def __index__(self) -> int:
-        return self._readable().__index__()
-
-    def __complex__(self) -> complex:
-        return complex(self.item())
-
-    def __bool__(self) -> bool:
-        return bool(self._readable())
+    item: Any  # one element as a Python number, and all of them in lists; any device may be current
+    tolist: Any
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         raise TypeError(
@@ -289,7 +266,7 @@ class SimulatedArray(NDArrayOperatorsMixin):
 class _Memory:
     """Bytes of a simulated device, taken until the last array that views them is gone."""
 
-    __slots__ = ("__weakref__", "_backend", "_block", "_owner")
+    __slots__ = ("__weakref__", "_backend", "_owner", "block")
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self._backend = backend = device._backend
@@ -303,41 +280,21 @@ class _Memory:
         else:
             with device:
                 pointer = backend.calls.work.allocate(nbytes, as_a_user=True)
-        self._block = backend.machine.driver.block(pointer)
+        self.block = backend.machine.driver.block(pointer)
         weakref.finalize(self, _free, backend, pointer).atexit = False
 
     def lend(self, data: _Array) -> None:
         """Use NumPy's memory as the contents of the device's memory."""
         self._owner = _owner(data)
-        self._block.lend(self._owner)
+        self.block.lend(self._owner)
 
     def pointer(self, data: _Array) -> int:
-        return int(self._block.base + _address(data) - _address(self._owner))
-
-    @property
-    def extent(self) -> tuple[int, int]:
-        """The address and the size of all of it."""
-        return int(self._block.base), int(self._block.nbytes)
+        return int(self.block.base + _address(data) - _address(self._owner))
 
     def is_current(self) -> bool:
         """Return whether a computation on this thread may use the memory now."""
-        block = self._block
-        return bool(block.alive and self._backend.current_context() == block.context.handle)
-
-    def is_primary(self) -> bool:
-        return bool(self._block.alive and self._block.context.is_primary)
-
-    def is_there(self) -> bool:
-        return bool(self._block.alive)
-
-    def read(self) -> None:
-        """Read a byte with the driver, whose error says why the memory cannot be read."""
-        self._backend.calls.work.copy_to_host(self._block.base, 1)
-
-    def illegal_address(self) -> None:
-        """Fail, as the device does when a kernel uses an address that its context does not have."""
-        self._backend.machine.faults.poison(types.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS)
-        self._backend.calls.synchronize()
+        handle = self._backend.current_context()
+        return bool(self.block.alive and handle == self.block.context.handle)
 
 
 def _free(backend: Backend, pointer: int) -> None:
@@ -348,18 +305,6 @@ def _free(backend: Backend, pointer: int) -> None:
 
 def _address(data: _Array) -> int:
     return int(data.__array_interface__["data"][0])
-
-
-def _in_host_memory(make: Callable[[], Any]) -> Any:
-    """Return the result of ``make``; ``DeviceMemoryError`` if host memory runs out for it."""
-    try:
-        return make()
-    except DeviceMemoryError:
-        raise
-    except MemoryError as error:
-        status = types.CUresult.CUDA_ERROR_OUT_OF_MEMORY
-        why = f"the host's memory does not suffice to simulate it: {error}"
-        raise DeviceMemoryError("cuMemAlloc", status.name, int(status), why) from error
 
 
 def _here() -> Device:
@@ -375,8 +320,11 @@ def _check(array: SimulatedArray) -> _Array:
                 f"an array of shape {array.shape} lives on {array._device} and cannot be used on "
                 f"{here}. Copy it there: to_device(value, '{here}'), or use it on its own device"
             )
-        if Device.current() or not memory.is_primary():
-            memory.illegal_address()
+        block, backend = memory.block, here._backend
+        if Device.current() or not (block.alive and block.context.is_primary):
+            # As after a kernel that uses an address that its context does not have.
+            backend.machine.faults.poison(types.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS)
+            backend.calls.synchronize()
     return array._data
 
 
@@ -387,7 +335,7 @@ def _apply(
     used: list[SimulatedArray] = []
     args = _unwrapped(tuple(args), used, host=host)
     kwargs = _unwrapped(kwargs, used, host=host)
-    return _wrapped(_in_host_memory(lambda: function(*args, **kwargs)), used)
+    return _wrapped(function(*args, **kwargs), used)
 
 
 def _unwrapped(value: Any, used: list[SimulatedArray], *, host: bool = False) -> Any:
@@ -419,9 +367,7 @@ def _wrapped(result: Any, used: list[SimulatedArray]) -> Any:
             return array
     for array in used:
         if owner is _owner(array._data):
-            view = object.__new__(SimulatedArray)
-            view._place(result, array._device, array._memory)
-            return view
+            return SimulatedArray._around(result, array._device, array._memory)
     return SimulatedArray._filled(_here(), owner.nbytes, lambda: result)
 
 
@@ -431,7 +377,7 @@ def _owner(data: _Array) -> _Array:
     return data
 
 
-def _method(name: str) -> Callable[..., Any]:
+def _computed(name: str) -> Callable[..., Any]:
     function = getattr(np.ndarray, name)
 
     def method(self: SimulatedArray, *args: Any, **kwargs: Any) -> Any:
@@ -441,10 +387,22 @@ def _method(name: str) -> Callable[..., Any]:
     return method
 
 
+def _on_host(read: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *args: read(self._readable(), *args)
+
+
+def _number(kind: type) -> Callable[..., Any]:
+    return _on_host(lambda data: kind(data.item()))
+
+
 for _name in _METHODS.split():
-    setattr(SimulatedArray, _name, _method(_name))
+    setattr(SimulatedArray, _name, _computed(_name))
 for _name in ["shape", "dtype", "ndim", "size", "itemsize", "nbytes", "strides", "flags"]:
     setattr(SimulatedArray, _name, property(attrgetter(f"_data.{_name}")))
+for _name in ["item", "tolist", "__index__", "__bool__"]:
+    setattr(SimulatedArray, _name, _on_host(getattr(np.ndarray, _name)))
+for _kind in (float, int, complex):
+    setattr(SimulatedArray, f"__{_kind.__name__}__", _number(_kind))
 
 
 _registered = False
@@ -459,22 +417,20 @@ def _register_with_dask_array() -> None:
         _registered = count_elements_on_device(SimulatedArray)
 
 
-def _device_of(array: SimulatedArray) -> Device:
-    return array.device
-
-
 def _bytes(array: SimulatedArray) -> dict[Device, int]:
     return {array._device: array._data.nbytes}
 
 
 def _memory_of(array: SimulatedArray) -> Memory | None:
-    return None if array._memory is None else Memory(array._device, *array._memory.extent)
+    if (memory := array._memory) is None:
+        return None
+    return Memory(array._device, int(memory.block.base), int(memory.block.nbytes))
 
 
-# Two functions tell where such an array is and how it reaches another device, as for any type. The
-# others count its bytes faster.
-device_of.register(SimulatedArray, _device_of)
-nbytes_by_device.register(SimulatedArray, _bytes)
-to_device.register(SimulatedArray, SimulatedArray.copy_to)
-to_host.register(SimulatedArray, SimulatedArray.get)
-memory_of.register(SimulatedArray, _memory_of)
+known(
+    SimulatedArray,
+    nbytes=_bytes,
+    move=SimulatedArray.copy_to,
+    host=SimulatedArray.get,
+    memory=_memory_of,
+)

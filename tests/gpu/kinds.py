@@ -175,17 +175,6 @@ def _trained(value: dict[str, Any]) -> Any:
     return [*losses, optimizer.param_groups[0]["lr"], _run(model)]
 
 
-def _generator() -> Any:
-    return torch.Generator(f"cuda:{torch.cuda.current_device()}").manual_seed(5)
-
-
-def _use_generator(generator: Any) -> Any:
-    own = torch.Generator("cuda")
-    own.set_state(generator.get_state())
-    assert generator.device.index == torch.cuda.current_device()
-    return torch.rand(4, generator=own, device="cuda").cpu().tolist()
-
-
 def _nested(layout: str) -> Any:
     parts = [torch.ones(2, 3, device="cuda"), 2 * torch.ones(4, 3, device="cuda")]
     return torch.nested.nested_tensor(parts, layout=getattr(torch, layout))
@@ -294,7 +283,6 @@ _TORCH = {
     "torch scripted module": Kind(lambda: torch.jit.script(_model()), _run),
     "torch model and optimizer": Kind(_training, _trained, sent=True),
     "torch model, optimizer, scheduler": Kind(_with_scheduler, _trained),
-    "torch generator": Kind(_generator, _use_generator, on_device=False),
     "torch distribution": Kind(
         _normal, lambda v: numbers(v.log_prob(torch.ones(6, device="cuda")))
     ),

@@ -33,15 +33,14 @@ _lock = threading.RLock()
 def known(
     kind: Any,
     *,
-    device: Callable[[Any], Any] | None = None,
     nbytes: Callable[[Any], dict[Any, int]] | None = None,
     move: Callable[[Any, Any], Any] | None = None,
     host: Callable[[Any], Any] | None = None,
     memory: Callable[[Any], Any] | None = None,
 ) -> None:
-    """Register functions for values of a type; ``nbytes`` or ``device`` tells where they live."""
-    functions = (device, nbytes, move, host, memory)
-    for registry, function in zip(_REGISTRIES, functions, strict=True):
+    """Register functions for values of a type; ``nbytes`` tells where they live, too."""
+    functions = (nbytes, move, host, memory)
+    for registry, function in zip(_REGISTRIES[1:], functions, strict=True):
         if function is not None:
             registry.register(kind, function)
 

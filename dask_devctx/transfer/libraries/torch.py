@@ -1,4 +1,4 @@
-"""torch's tensors, parameters, modules, optimizers and generators.
+"""torch's tensors, parameters, modules and optimizers.
 
 The destination's current stream copies a tensor's bytes. torch's own ``to`` copies on the source's
 stream and makes it wait for the destination: the consumer would slow down the producer. A tensor
@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-import weakref
 from collections import OrderedDict
 from typing import Any
 
@@ -145,28 +144,9 @@ def _own(part: Any) -> Any:
     return copy.copy(part) if type(part) in _COLLECTIONS else part
 
 
-# An LR scheduler replaces an optimizer's step, and sets this attribute on the new function.
-_TRACKED = "_wrapped_by_lr_sched"
-
-
-def _track_step(optimizer: Any) -> None:
-    """Give an optimizer a step that its scheduler can see; the old one has another owner.
-
-    ``torch.optim.lr_scheduler.LRScheduler`` warns without such a step.
-    """
-    if not hasattr(vars(optimizer).get("step"), _TRACKED):
-        return
-    function, found = type(optimizer).step, weakref.ref(optimizer)
-
-    @functools.wraps(function)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        one = found()
-        assert one is not None
-        one._opt_called = True
-        return function(one, *args, **kwargs)
-
-    setattr(step, _TRACKED, True)
-    optimizer.step = step
+def _own_step(optimizer: Any) -> None:
+    """Let an optimizer step by its class: an LR scheduler's function would step the source."""
+    vars(optimizer).pop("step", None)
 
 
 def _script_bytes(module: Any) -> dict[Device, int]:
@@ -182,20 +162,6 @@ def _script_to_device(module: Any, device: Device) -> Any:
             module = copy.deepcopy(module)
         move.keep(list(module_tensors(module)))
     return module.to(_name_of(device))
-
-
-# -- types without elements to copy
-
-
-def _generator_device(generator: Any) -> Device | None:
-    where = generator.device
-    return Device(where.index) if where.type == "cuda" else None
-
-
-def _generator_to_device(generator: Any, device: Device) -> Any:
-    moved = torch.Generator(_name_of(device))
-    moved.set_state(generator.get_state())
-    return moved
 
 
 def _current_name(where: Any) -> Any:
@@ -279,7 +245,6 @@ def register() -> None:
     known(torch.Tensor, nbytes=_bytes, move=_to_device, host=_to_host, memory=_memory_of)
     known(torch.nn.Parameter, move=_parameter_to_device, host=_parameter_to_host)
     known(torch.jit.ScriptModule, nbytes=_script_bytes, move=_script_to_device)
-    known(torch.Generator, device=_generator_device, move=_generator_to_device)
     register_name(torch.device, _current_name)
     register_copy(torch.nn.Module, attribute=_own)
-    register_copy(torch.optim.Optimizer, attribute=_own, finish=_track_step)
+    register_copy(torch.optim.Optimizer, attribute=_own, finish=_own_step)
