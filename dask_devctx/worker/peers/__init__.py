@@ -12,22 +12,19 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from distributed import Status, Worker
 from tornado.ioloop import PeriodicCallback
 
-from dask_devctx.config.options import is_ucx
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.connections import answering
 from dask_devctx.dask_internals.worker import larger_messages, told_after
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer.ipc.sending import Staging
 from dask_devctx.transfer.traffic import TrafficCounts
-from dask_devctx.worker.peers import receive, send
-from dask_devctx.worker.peers.connections import Connections, Message
+from dask_devctx.worker.peers import receive
+from dask_devctx.worker.peers.connections import connected
 from dask_devctx.worker.peers.local import Local
 
 if TYPE_CHECKING:
@@ -66,31 +63,29 @@ class PeerTransfers:
         traffic: TrafficCounts,
         *,
         staging: float,
-        limits: Mapping[Device, int] = MappingProxyType({}),
-        use: object = "auto",
-        make_room: Callable[[Device], object] = lambda device: None,
-        on_failure: Callable[[Device, DriverError], object] = lambda device, error: None,
-        has_failed: Callable[[], bool] = lambda: False,
+        limits: Mapping[Device, int],
+        use: object,
+        make_room: Callable[[Device], object],
+        on_failure: Callable[[Device, DriverError], object],
+        has_failed: Callable[[], bool],
     ) -> None:
         receive.register()
         uses_ipc = bool(devices) and use is not False
         self._local = local = Local(
             worker, devices, store, traffic, uses_ipc, make_room, on_failure, has_failed
         )
-        self._by_dask = "ucx" if is_ucx(worker.address) else "host"
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         with ExitStack() as steps:
-            self._connections = Connections(local, partial(receive.complete, local), self._prepare)
             steps.callback(self._end)
             if uses_ipc:
                 for device in devices:
                     limit = _limit(device, staging, limits.get(device))
                     local.stagings[device] = Staging(device, limit)
                 steps.enter_context(answering(worker, {CLOSE: self._close_buffers}))
-                steps.enter_context(told_after(worker, "remove-worker", self._worker_left))
+                steps.enter_context(told_after(worker, "remove-worker", local.forget))
                 most = min(staging.limit for staging in local.stagings.values()) // _AT_A_TIME
                 steps.enter_context(larger_messages(worker, min(_MESSAGE_NBYTES, most)))
-            steps.callback(self._connections.close)
+            steps.enter_context(connected(local))
             looking = PeriodicCallback(self._look, _LOOK_EVERY_MS)
             steps.callback(looking.stop)
             looking.start()
@@ -110,7 +105,7 @@ class PeerTransfers:
 
     async def _end_later(self) -> None:
         try:
-            while self.in_use or self._connections.under_way:
+            while self.in_use or self._local.under_way:
                 await asyncio.sleep(_LOOK_S)
             self._local.opened.close()  # what arrived since
             await self.give_back()
@@ -120,31 +115,6 @@ class PeerTransfers:
     async def _close_buffers(self, said: Any, **_: object) -> bool:
         """Close buffers of another worker, which tells its address and their handles."""
         return bool(await self._local.run(self._local.opened.close, *said))
-
-    def _worker_left(self, worker: str, **message: object) -> None:
-        self._local.forget(worker)
-
-    async def _prepare(self, who: str, said: str, msg: Message) -> send.Prepared | None:
-        """Stage the values for another worker, which says who it is or why it cannot read them."""
-        local, reason, places = self._local, self._local.why_not(said), {}
-        if who and local.devices:
-            places = send.on_devices(msg["data"], local.devices, local.store(), staged=not reason)
-            if places and not reason:
-                local.readers.add(who)
-                prepared = await send.prepare(local, who, msg, places)
-                if not isinstance(prepared, str):
-                    return prepared
-                reason = prepared
-        # dask reads the values in the libraries' default streams. These do not wait for a stream
-        # that a task made for itself.
-        if (store := local.store()) is not None:
-            for made in await store.readable(msg["data"]):
-                made.hold_back_readers()
-        for each in places.values():
-            for device, nbytes in each.items():
-                why = reason if self._by_dask == "host" else None
-                local.traffic.sent(device.uuid, who, self._by_dask, nbytes, why)
-        return msg, lambda read: None
 
     # -- staging memory
 

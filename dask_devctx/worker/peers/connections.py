@@ -7,9 +7,8 @@ its answers to requests for data.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Hashable
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Final
 
@@ -26,89 +25,73 @@ from dask_devctx.dask_internals.connections import (
 )
 from dask_devctx.dask_internals.worker import wrapped_handler
 from dask_devctx.errors import DriverError
+from dask_devctx.worker.peers import send
 from dask_devctx.worker.peers.local import Local
+from dask_devctx.worker.peers.receive import ReadThroughHostError, complete, could_not_be_read
 
 logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]
-Ended = Callable[[bool], None]
-
-
-class ReadThroughHostError(CommClosedError):  # type: ignore[misc]
-    """Values cannot be read from staging memory, and are to be asked for again."""
-
 
 # Between the address of the worker that asks and what it says, in a field that dask only logs:
 # each request says for itself whether its answer can be read.
 SAYS: Final = "#"
 
 
-@dataclass(eq=False)
-class Connections:
-    """While it is open, functions see the values that a worker receives and sends."""
-
+@contextmanager
+def connected(local: Local) -> Iterator[None]:
+    """While it is open, a worker's values on devices leave and arrive without the host."""
     # dask returns a connection to its pool also if an answer on it could not be read. But the other
     # side still waits for the confirmation: it takes the next request for this confirmation, and
     # both sides wait without end. Here, such a connection is closed.
+    with (
+        tasks_fail_with_unread_inputs(local.worker),
+        wrapped_connect(local.worker, partial(_around_connect, local)),
+        wrapped_handler(local.worker, "get_data", partial(_around_get_data, local)),
+    ):
+        local.is_open = True
+        try:
+            yield
+        finally:
+            local.is_open = False
 
-    local: Local
-    complete: Callable[[str, Message], Awaitable[None]]  # a worker's answer, before dask sees it
-    # Given who asks, what it says and an answer: other values to send, and a function to call with
-    # whether they were read.
-    prepare: Callable[[str, str, Message], Awaitable[tuple[Message, Ended] | None]]
-    under_way: int = 0  # requests without an answer; they are completed after the end, too
 
-    def __post_init__(self) -> None:
-        self.is_open = True
-        self.worker = self.local.worker
-        with ExitStack() as steps:
-            steps.enter_context(tasks_fail_with_unread_inputs(self.worker))
-            steps.enter_context(wrapped_connect(self.worker, self._around_connect))
-            steps.enter_context(wrapped_handler(self.worker, "get_data", self._around_get_data))
-            self._steps = steps.pop_all()
+def _around_connect(local: Local, connect: Connect) -> Connect:
+    async def connected(addr: str, timeout: float | None = None) -> Any:
+        comm = await connect(addr, timeout)
+        asking = getattr(comm.read, "__self__", None)
+        if isinstance(asking, _Asking):
+            asking.local = local  # an earlier plugin may have made it
+        else:
+            asking = _Asking(local, comm, addr)
+            comm.read, comm.write = asking.read, asking.write
+        return comm
 
-    def close(self) -> None:
-        """Leave the worker's connections as they were."""
-        self.is_open = False
-        self._steps.close()
+    return connected
 
-    def _around_connect(self, connect: Connect) -> Connect:
-        async def connected(addr: str, timeout: float | None = None) -> Any:
-            comm = await connect(addr, timeout)
-            asking = getattr(comm.read, "__self__", None)
-            if isinstance(asking, _Asking):
-                asking.connections = self  # an earlier plugin may have made it
-            else:
-                asking = _Asking(self, comm, addr)
-                comm.read, comm.write = asking.read, asking.write
-            return comm
 
-        return connected
+def _around_get_data(local: Local, get_data: Callable[..., Any]) -> Callable[..., Any]:
+    async def answer(comm: Any, keys: Any, who: str | None = None, serializers: Any = None) -> Any:
+        address, _, said = (who if isinstance(who, str) else "").partition(SAYS)
+        answering = _Answering(comm, partial(send.prepare, local, address, said))
+        try:
+            return await get_data(
+                answering, keys=keys, who=address or None, serializers=serializers
+            )
+        except Exception as error:
+            clear_frames(error)  # dask's log keeps the error: not the values with it
+            raise
+        finally:
+            answering.ended(answering.was_read)
 
-    def _around_get_data(self, get_data: Callable[..., Any]) -> Callable[..., Any]:
-        async def answer(
-            comm: Any, keys: Any, who: str | None = None, serializers: Any = None
-        ) -> Any:
-            address, _, said = (who if isinstance(who, str) else "").partition(SAYS)
-            answering = _Answering(comm, partial(self.prepare, address, said))
-            try:
-                return await get_data(
-                    answering, keys=keys, who=address or None, serializers=serializers
-                )
-            except Exception as error:
-                clear_frames(error)  # dask's log keeps the error: not the values with it
-                raise
-            finally:
-                answering.ended(answering.was_read)
-
-        return answer
+    return answer
 
 
 class _Asking:
     """A connection on which this worker asks another."""
 
-    def __init__(self, connections: Connections, comm: Any, address: str) -> None:
-        self.connections = connections
+    def __init__(self, local: Local, comm: Any, address: str) -> None:
+        self.local = local
         self._address = address
         self._comm = comm
         self._read, self._write = comm.read, comm.write
@@ -121,11 +104,11 @@ class _Asking:
                 return 0 if self._answered else await self._write(msg, *args, **kwargs)
             return 0
         self._request = None
-        of = self.connections
+        of = self.local
         if not of.is_open or not isinstance(msg, dict) or msg.get("op") != "get_data":
             return await self._write(msg, *args, **kwargs)
-        request, store = msg, of.local.store()
-        said = of.local.says(self._address)
+        request, store = msg, of.store()
+        said = of.says(self._address)
         # Values for devices may arrive in host memory where they have limits.
         if (said or (store is not None and store.spill.accounts)) and msg.get("who"):
             msg = {**msg, "who": f"{msg['who']}{SAYS}{said}"}
@@ -148,15 +131,15 @@ class _Asking:
             clear_frames(error)  # as above: not what had arrived of the values
             raise
         finally:
-            self.connections.under_way -= 1
+            self.local.under_way -= 1
 
     async def _answer(self, request: Message, *args: Any, **kwargs: Any) -> Any:
-        of, address = self.connections, self._address
+        of, address = self.local, self._address
         try:
             msg = await self._read(*args, **kwargs)
             status = msg.get("status") if isinstance(msg, dict) else None
             if status == "OK":
-                await of.complete(address, msg)
+                await complete(of, address, msg)
             elif status == "uncaught-error" and UNREAD.get() is not None:
                 raise _could_not_be_sent(address, msg)
             return msg
@@ -178,7 +161,7 @@ class _Asking:
         self._answered = True
         data: dict[Hashable, Any] = {}
         if len(keys) == 1 and not ask_again:
-            could_not_be_read(keys[0], failure, address, device_failed=of.local.has_failed())
+            could_not_be_read(keys[0], failure, address, device_failed=of.has_failed())
         else:  # where some cannot be read, each by itself, to find those
             for some in [keys] if ask_again else [[key] for key in keys]:
                 data.update(await data_of(of.worker, address, some, who))
@@ -191,7 +174,7 @@ class _Answering:
     def __init__(self, comm: Any, prepare: Callable[[Message], Awaitable[Any]]) -> None:
         self._comm = comm
         self._prepare = prepare
-        self.ended: Ended = lambda was_read: None
+        self.ended: Callable[[bool], None] = lambda was_read: None
         self.was_read = False
 
     def __getattr__(self, name: str) -> Any:
@@ -200,12 +183,10 @@ class _Answering:
     async def write(self, msg: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(msg, dict) and "data" in msg:
             try:
-                prepared = await self._prepare(msg)
+                msg, self.ended = await self._prepare(msg)
             except CommClosedError:
                 self._comm.abort()
                 raise
-            if prepared is not None:
-                msg, self.ended = prepared
         return await self._comm.write(msg, *args, **kwargs)
 
     async def read(self, *args: Any, **kwargs: Any) -> Any:
@@ -220,18 +201,3 @@ def _could_not_be_sent(address: str, msg: Message) -> Any:
     if isinstance(error, DriverError) and not is_out_of_memory(error):
         return CommClosedError(f"{address} could not send values: {error}")
     return error or CommClosedError(f"{address} could not send values")
-
-
-def could_not_be_read(key: Hashable, error: Exception, sender: str, *, device_failed: bool) -> None:
-    """Note that a value could not be read, for the tasks that need it; else raise the error.
-
-    If a device here failed, raise `CommClosedError`: another worker can read the value.
-    """
-    error = error.with_traceback(None)
-    if device_failed:
-        raise CommClosedError(f"{key!r} from {sender} could not be read: {error}") from error
-    error.add_note(f"{key!r} could not be read when it arrived from {sender}")
-    unread = UNREAD.get()
-    if unread is None:  # no task asked
-        raise error
-    unread[key] = error

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from distributed import Worker
 
+from dask_devctx.config.options import is_ucx
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver import statuses
 from dask_devctx.errors import DevctxError, DriverError
@@ -72,7 +73,11 @@ class Local:
     # The workers that may have this one's memory open; some may have left the cluster.
     readers: set[str] = field(default_factory=set)
 
+    is_open: bool = False
+    under_way: int = 0  # requests without an answer; they are completed after the end, too
+
     def __post_init__(self) -> None:
+        self.by_dask = "ucx" if is_ucx(self.worker.address) else "host"
         self.executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="devctx-ipc")
 
     async def run(self, function: Callable[..., Any], *args: Any, undo: Any = None) -> Any:
@@ -129,10 +134,10 @@ class Local:
         logger.info("values on a device come from %s through the host: %s", address, reason)
         await self.close_memory_of(address)
 
-    def forget(self, address: str) -> None:
+    def forget(self, worker: str, **message: object) -> None:
         """Forget a worker, and close its memory; another worker may have the address later."""
-        self.refused.pop(address, None)
-        self.worker.loop.add_callback(self.close_memory_of, address)
+        self.refused.pop(worker, None)
+        self.worker.loop.add_callback(self.close_memory_of, worker)
 
     async def close_memory_of(self, address: str) -> None:
         """Close the memory of another worker."""

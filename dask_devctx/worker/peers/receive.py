@@ -11,11 +11,15 @@ from distributed.comm import CommClosedError
 from distributed.protocol.serialize import register_serialization_family
 
 from dask_devctx.cuda.out_of_memory import allocated, is_out_of_memory
+from dask_devctx.dask_internals.connections import UNREAD
 from dask_devctx.errors import DevctxError, DriverError
 from dask_devctx.transfer.ipc.parcel import Header, unpack
 from dask_devctx.transfer.ipc.receiving import Receiving
-from dask_devctx.worker.peers.connections import ReadThroughHostError, could_not_be_read
 from dask_devctx.worker.peers.local import FAMILY, QUICK_NBYTES, Local
+
+
+class ReadThroughHostError(CommClosedError):  # type: ignore[misc]
+    """Values cannot be read from staging memory, and are to be asked for again."""
 
 
 class Arriving:
@@ -118,3 +122,18 @@ async def _arrive(local: Local, receiving: Receiving, unpacked: Callable[[], Non
         receiving.start()
         await local.copied(receiving)
     unpacked()
+
+
+def could_not_be_read(key: Hashable, error: Exception, sender: str, *, device_failed: bool) -> None:
+    """Note that a value could not be read, for the tasks that need it; else raise the error.
+
+    If a device here failed, raise `CommClosedError`: another worker can read the value.
+    """
+    error = error.with_traceback(None)
+    if device_failed:
+        raise CommClosedError(f"{key!r} from {sender} could not be read: {error}") from error
+    error.add_note(f"{key!r} could not be read when it arrived from {sender}")
+    unread = UNREAD.get()
+    if unread is None:  # no task asked
+        raise error
+    unread[key] = error

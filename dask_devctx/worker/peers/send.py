@@ -40,7 +40,30 @@ Parcels = dict[Hashable, Parcel]
 Prepared = tuple[dict[str, Any], Callable[[bool], None]]
 
 
-async def prepare(local: Local, who: str, msg: dict[str, Any], places: Places) -> Prepared | str:
+async def prepare(local: Local, who: str, said: str, msg: dict[str, Any]) -> Prepared:
+    """Return an answer whose values are staged, for a worker that says who it is or why not."""
+    reason, places = local.why_not(said), {}
+    if who and local.devices:
+        places = _on_devices(msg["data"], local.devices, local.store(), staged=not reason)
+        if places and not reason:
+            local.readers.add(who)
+            prepared = await _prepared(local, who, msg, places)
+            if not isinstance(prepared, str):
+                return prepared
+            reason = prepared
+    # dask reads the values in the libraries' default streams. These do not wait for a stream that a
+    # task made for itself.
+    if (store := local.store()) is not None:
+        for made in await store.readable(msg["data"]):
+            made.hold_back_readers()
+    for each in places.values():
+        for device, nbytes in each.items():
+            why = reason if local.by_dask == "host" else None
+            local.traffic.sent(device.uuid, who, local.by_dask, nbytes, why)
+    return msg, lambda was_read: None
+
+
+async def _prepared(local: Local, who: str, msg: dict[str, Any], places: Places) -> Prepared | str:
     """Return a message whose values are staged and what to call at its end; else the reason."""
     try:
         staged = await _staged(local, msg["data"], places)
@@ -159,7 +182,7 @@ def _message(msg: dict[str, Any], sending: Sending, parcels: Parcels) -> dict[st
     return {**msg, "data": data, FAMILY: pickle.dumps(about)}
 
 
-def on_devices(
+def _on_devices(
     data: Mapping[Hashable, Any], devices: Sequence[Device], store: Store | None, *, staged: bool
 ) -> Places:
     """Return the values of an answer that are on devices, each with its bytes by device.
