@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from typing import Any, TypeVar
 
@@ -15,23 +14,15 @@ from dask_devctx.driver.relaxed import RelaxedCapture
 from dask_devctx.errors import DevctxError
 from dask_devctx.transfer import walk
 from dask_devctx.transfer.events import Stamp, hold, release_held
-from dask_devctx.transfer.location import device_of, nbytes_by_device
+from dask_devctx.transfer.location import nbytes_by_device
 from dask_devctx.transfer.rebuild import Memo, Rebuild
 from dask_devctx.transfer.traffic import connect
 from dask_devctx.transfer.walk import Registry
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 After = Stamp | Iterable[Stamp] | None
 
 # -- the host as a destination: ``to_device(value, "cpu")``
-
-
-def is_host(device: object) -> bool:
-    """Return whether a device means the host: ``"cpu"``, or torch's device of that type."""
-    kind = getattr(device, "type", device)
-    return isinstance(kind, str) and kind == "cpu"
 
 
 to_host = Registry("to_host", lambda value: None)
@@ -43,9 +34,7 @@ wait for the work that makes the value. ``to_device(value, "cpu")`` calls it.
 """
 
 
-def cannot_be_copied(value: object, device: object) -> TypeError:
-    """Return the error for a value of a type that ``to_host`` does not know."""
-    kind = type(value).__qualname__
+def _cannot_be_copied(kind: str, device: object) -> TypeError:
     return TypeError(
         f"a {kind} lives on {device}, and nothing is known that copies one to the host. For a type "
         "of your own, register a function that takes one and returns the copy, beside its function "
@@ -126,9 +115,10 @@ class Move:
         moved = value
         places = nbytes_by_device(value)
         if places and (self._copy or places.keys() != {self.device}):
-            function: Any = to_device.function_of(type(value))
-            if self.device is None and (function := to_host.find(type(value))) is None:
-                raise cannot_be_copied(value, next(iter(places)))
+            kind = type(value)
+            function: Any = to_device.find(kind) or _stay
+            if self.device is None and (function := to_host.find(kind)) is None:
+                raise _cannot_be_copied(kind.__qualname__, next(iter(places)))
             for source in places:
                 self.order(source)
             if self.device is None:
@@ -196,22 +186,6 @@ class Move:
 
 
 def _stay(value: T, device: Device) -> T:
-    return value
-
-
-_told: set[type] = set()
-
-
-def _stay_unmoved(value: T, device: Device) -> T:
-    kind = type(value)
-    if kind not in _told:
-        _told.add(kind)
-        logger.warning(
-            "a %s lives on another device and stays there: device_of knows the type, and to_device "
-            "does not. Register a function that takes one to a device: to_device.register(%s)",
-            kind.__qualname__,
-            kind.__qualname__,
-        )
     return value
 
 
@@ -298,13 +272,6 @@ class ToDevice(Registry):
     def __init__(self) -> None:
         super().__init__("to_device", _stay)
 
-    def function_of(self, kind: type) -> Callable[[Any, Device], Any]:
-        """Return the function that moves values of a registered type to a device."""
-        found = self.find(kind)
-        if found is None:
-            return _stay if device_of.find(kind) is None else _stay_unmoved
-        return found  # type: ignore[no-any-return]
-
     def __call__(
         self,
         value: T,
@@ -316,7 +283,8 @@ class ToDevice(Registry):
     ) -> T:
         if walk.is_plain(value):
             return value
-        target = None if is_host(device) else Device(device)
+        kind = getattr(device, "type", device)  # torch's device has one
+        target = None if isinstance(kind, str) and kind == "cpu" else Device(device)
         move = _thread.move
         if move is not None and move.device is target:
             return move.take(value)  # type: ignore[no-any-return]

@@ -10,7 +10,6 @@ from numba.cuda.cudadrv.devicearray import DeviceNDArray
 from dask_devctx.cuda.device import Device
 from dask_devctx.transfer.events import numba_stream
 from dask_devctx.transfer.libraries import known
-from dask_devctx.transfer.move import current_move
 from dask_devctx.transfer.traffic import copy_bytes
 
 
@@ -48,15 +47,7 @@ def view(memory: Any, shape: Any, strides: Any, dtype: Any) -> Any:
 def _to_device(array: Any, device: Device) -> Any:
     source = _device_of(array)
     if min(array.strides, default=0) < 0:
-        # Numba reverses an array with a kernel, on the source's default stream.
-        move = current_move()
-        move.order(source, on_source=True)
-        with source, cuda.gpus[source.device_id]:
-            dense = cuda.device_array(array.shape, array.dtype)
-            dense[(slice(None),) * array.ndim] = array  # Numba takes no ellipsis here
-        move.order_copy_after(source)
-        move.keep(dense)
-        array = dense
+        raise TypeError("a reversed view of a Numba array does not move: copy it in its task first")
     # Numba keeps its own record of the device that a thread uses: set that, too. A strided array
     # keeps its strides, so its gaps travel, too.
     with cuda.gpus[device.device_id]:

@@ -105,10 +105,6 @@ def _name_of(device: Device) -> Any:
 
 
 def _parameter_to_device(parameter: Any, device: Device) -> Any:
-    if torch.nn.parameter.is_lazy(parameter):
-        # It has no elements yet, and will make them on the device in its attribute.
-        kind, where = type(parameter), _name_of(device)
-        return kind(parameter.requires_grad, device=where, dtype=parameter.dtype)
     return _around(_to_device(parameter.detach(), device), parameter, device)
 
 
