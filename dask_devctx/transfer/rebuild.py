@@ -49,15 +49,6 @@ def register_copy(
     _registered[kind] = attribute, finish
 
 
-# By type: a function that turns the name of any device into the name of the current device.
-_renamed: dict[type, Callable[[Any], Any]] = {}
-
-
-def register_name(kind: type, renamed: Callable[[Any], Any]) -> None:
-    """Register a function that turns a library's device name into that of the current device."""
-    _renamed[kind] = renamed
-
-
 def _inherited(kind: type, name: str) -> Any:
     """Return a type's attribute of this name, without calling its metaclass."""
     return next((vars(each)[name] for each in kind.__mro__ if name in vars(each)), None)
@@ -91,8 +82,6 @@ class _How:
         self.ends = has_end and base is object and not registered
         self.has_dict = kind.__dictoffset__ != 0
         self.slots = walk.slots(kind)
-        # An object with a ``to`` like torch's lives on one device, and may store its name.
-        self.renamed = {} if _inherited(kind, "to") is None else _renamed
 
     def attributes(self, value: Any) -> dict[Any, Any]:
         """Return a copy's attributes by name, still with old leaves; a slot's name is itself."""
@@ -102,9 +91,7 @@ class _How:
         for slot in self.slots:
             with suppress(AttributeError):  # not set
                 found[slot] = slot.__get__(value)
-        return {
-            name: self.renamed.get(type(part), self.attribute)(part) for name, part in found.items()
-        }
+        return {name: self.attribute(part) for name, part in found.items()}
 
 
 _how = Registry.remember(_How)

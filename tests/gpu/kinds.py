@@ -191,21 +191,6 @@ class Holder:
         self.by_name = dict(zip("abc", parts, strict=False))
 
 
-class Sampler:
-    """An object that keeps its device's name beside what is there."""
-
-    def __init__(self, weights: Any) -> None:
-        self.weights = weights
-        self.device = weights.device
-
-    def to(self, device: Any) -> Sampler:
-        self.weights, self.device = self.weights.to(device), device
-        return self
-
-    def sample(self) -> Any:
-        return self.weights + torch.ones(6, device=self.device)
-
-
 def _normal() -> Any:
     return torch.distributions.Normal(_t(), torch.ones_like(_t()))
 
@@ -280,7 +265,6 @@ _TORCH = {
     "torch svd": Kind(lambda: torch.linalg.svd(_t()), lambda v: numbers(v.S)),
     "torch module": Kind(_model, _run, sent=True),
     "torch recurrent module": Kind(_lstm, _run, sent=True),
-    "torch scripted module": Kind(lambda: torch.jit.script(_model()), _run),
     "torch model and optimizer": Kind(_training, _trained, sent=True),
     "torch model, optimizer, scheduler": Kind(_with_scheduler, _trained),
     "torch distribution": Kind(
@@ -291,7 +275,6 @@ _TORCH = {
     ),
     "torch namespace": Kind(lambda: SimpleNamespace(x=_t(), n=1), lambda v: numbers([v.x, v.n])),
     "torch in an object": Kind(lambda: Holder(_t(), 2), lambda v: numbers(v.by_name)),
-    "torch object with its device": Kind(lambda: Sampler(_t()), lambda v: numbers(v.sample())),
     "torch ModelOutput": Kind(_model_output, _use_model_output, ("transformers",)),
     "torch DynamicCache": Kind(_cache, lambda v: numbers(v.layers[0].keys), ("transformers",)),
     "torch BatchEncoding": Kind(

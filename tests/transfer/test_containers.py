@@ -48,18 +48,15 @@ def test_what_does_not_move_is_the_same_object():
     value = [array(0), big, inner, array(1)]
     moved = to_device(value, 1)
     assert [a is b for a, b in zip(moved, value, strict=True)] == [False, True, True, True]
-    for host in (value[1:3], "text", None, 3, big, Device(0)):
+    for host in (value[1:3], "text", None, 3, big, Device(0), len, Tensor):
         assert to_device(host, 1) is host
 
 
 def test_what_is_there_twice_is_copied_once(machine):
     x = array(0)
-    inner = [x]
-    moved = to_device({"a": x, "b": inner, "c": (inner, x)}, 1)
-    assert moved["a"] is moved["b"][0] is moved["c"][1]
-    assert moved["b"] is moved["c"][0]
+    moved = to_device({"a": x, "b": [x]}, 1)
+    assert moved["a"] is moved["b"][0]
     assert machine.gpus[1].used_memory == x.nbytes
-    assert nbytes_by_device([x, inner, x]) == {Device(0): 32}
     many = [array(0) for _ in range(1000)]
     assert nbytes_by_device(dict(enumerate(many))) == {Device(0): 32_000}
     assert len({id(item) for item in to_device(many, 1)}) == 1000

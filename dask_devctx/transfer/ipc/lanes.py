@@ -37,10 +37,9 @@ class Lane:
         """Whether its context is still the device's: a primary context can end and start again."""
         return self._calls.context_id(self.device.primary_context.handle) == self._context
 
-    def after(self, stamp: Stamp | None) -> None:
+    def after(self, stamp: Stamp) -> None:
         """Make all later copies wait for the work of a stamp."""
-        if stamp is not None:
-            stamp.hold_back_stream(self._stream)
+        stamp.hold_back_stream(self._stream)
 
     def after_current_streams(self) -> None:
         """Make all later copies wait for the work in this thread's current streams."""

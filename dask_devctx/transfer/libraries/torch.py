@@ -19,9 +19,9 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.transfer.events import torch_stream
 from dask_devctx.transfer.ipc.parcel import Part, Parts, Reduce
 from dask_devctx.transfer.libraries import known
-from dask_devctx.transfer.location import Memory, nbytes_by_device
+from dask_devctx.transfer.location import Memory
 from dask_devctx.transfer.move import current_move, to_device
-from dask_devctx.transfer.rebuild import register_copy, register_name
+from dask_devctx.transfer.rebuild import register_copy
 from dask_devctx.transfer.traffic import copy_bytes, is_dense
 
 # -- tensors
@@ -142,29 +142,8 @@ def _own(part: Any) -> Any:
 
 def _own_step(optimizer: Any) -> None:
     """Let an optimizer step by its class: an LR scheduler's function would step the source."""
-    vars(optimizer).pop("step", None)
-
-
-def _script_bytes(module: Any) -> dict[Device, int]:
-    return nbytes_by_device(module_tensors(module))
-
-
-def _script_to_device(module: Any, device: Device) -> Any:
-    # It keeps its parameters in C++: copy it on its own device, then torch moves the copy.
-    move = current_move()
-    for source in _script_bytes(module):
-        move.order(source, on_source=True)
-        with source:
-            module = copy.deepcopy(module)
-        move.keep(list(module_tensors(module)))
-    return module.to(_name_of(device))
-
-
-def _current_name(where: Any) -> Any:
-    current = Device.current()
-    if where.type != "cuda" or where.index is None or current is None:
-        return where
-    return _name_of(current)
+    if hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched"):
+        del optimizer.step
 
 
 # -- packed: torch itself pickles a tensor around its storage. So every type and layout arrives that
@@ -240,7 +219,5 @@ def _part(storage: Any, parts: Parts) -> object:
 def register() -> None:
     known(torch.Tensor, nbytes=_bytes, move=_to_device, host=_to_host, memory=_memory_of)
     known(torch.nn.Parameter, move=_parameter_to_device, host=_parameter_to_host)
-    known(torch.jit.ScriptModule, nbytes=_script_bytes, move=_script_to_device)
-    register_name(torch.device, _current_name)
     register_copy(torch.nn.Module, attribute=_own)
     register_copy(torch.optim.Optimizer, attribute=_own, finish=_own_step)
