@@ -217,11 +217,6 @@ def rmm_options(options: Options) -> tuple[str, ...]:
     return tuple(f"rmm_{name}" for name in RMM if getattr(options, f"rmm_{name}"))
 
 
-def rmm_keeps_memory(options: Options) -> bool:
-    """Return whether RMM keeps memory that is not in use, or has more than a device has."""
-    return bool(options.rmm_pool_size or options.rmm_async or options.rmm_managed_memory)
-
-
 def require_packages(options: Options) -> None:
     """Check that the packages that the options need are installed; nothing is imported."""
     for name in rmm_options(options):

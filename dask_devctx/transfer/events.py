@@ -126,28 +126,21 @@ class Stamp:
 
     While another thread captures a graph in a blocking stream, the legacy stream cannot be
     recorded. The stamp's first reader does so when the capture is over, and covers more work then.
-    That reader waits. ``places`` has the bytes per device of the stamped values, if there are any.
+    That reader waits.
     """
 
-    __slots__ = ("__weakref__", "_asked", "_done", "_events", "_unrecorded", "places")
+    __slots__ = ("__weakref__", "_asked", "_done", "_events", "_unrecorded")
 
-    def __init__(
-        self,
-        events: Mapping[Device, tuple[Event, ...]],
-        places: Mapping[Device, int] | None = None,
-    ) -> None:
+    def __init__(self, events: Mapping[Device, tuple[Event, ...]]) -> None:
         self._events = dict(events)
         self._unrecorded: set[Device] = set()
         self._done = False
         self._asked = 0.0  # when a capture first kept an event loop from reading
-        self.places = places
 
     @classmethod
-    def of_devices(
-        cls, devices: Iterable[Device], places: Mapping[Device, int] | None = None
-    ) -> Self:
+    def of_devices(cls, devices: Iterable[Device]) -> Self:
         """Return a stamp of this thread's work on devices, and of all in their blocking streams."""
-        stamp = cls({}, places)
+        stamp = cls({})
         for device in devices:
             with device:
                 stamp._record(device, (LEGACY_STREAM, *current_streams(device)))
@@ -270,11 +263,8 @@ def stamp(*values: object) -> Stamp | None:
     ----------
     ``cuEventRecord``, ``cuStreamIsCapturing``.
     """
-    places: dict[Device, int] = {}
-    for value in values:
-        for device, nbytes in nbytes_by_device(value).items():
-            places[device] = places.get(device, 0) + nbytes
-    return Stamp.of_devices(places, places) if places else None
+    devices = dict.fromkeys(device for value in values for device in nbytes_by_device(value))
+    return Stamp.of_devices(devices) if devices else None
 
 
 def is_captured(device: Device) -> bool:

@@ -184,7 +184,7 @@ class Rechunks:
             block = library.dense(block)
         pointer = library.pointer(block)  # raises if its bytes cannot be copied
         places = nbytes_by_device(block)
-        work = Stamp.of_devices(places, places)
+        work = Stamp.of_devices(places)
         value = Value((run.id, run.run_id, *index), block, places, work)
         held = Held(run.local_address, library.name, block.dtype, tuple(block.shape))
         store.spill.add(value)

@@ -17,7 +17,7 @@ from distributed import Reschedule
 from dask_devctx import driver
 from dask_devctx.cuda import suspending
 from dask_devctx.cuda.device import Device
-from dask_devctx.cuda.on_device import known_as_the_tasks, note_devices
+from dask_devctx.cuda.on_device import known_as_the_tasks
 from dask_devctx.cuda.scope import NothingCurrent, Restored, is_any_current
 from dask_devctx.dask_internals.tasks import TaskStandIn
 from dask_devctx.errors import DeviceFailedError, DeviceOutOfMemoryError
@@ -56,7 +56,29 @@ class Refused(TaskStandIn):
         return Refused, (self.task, self.error)
 
 
-class DeviceRun(TaskStandIn, Claim):
+class _Run(TaskStandIn):
+    """A run of a task, with its inputs."""
+
+    devices: tuple[Device, ...] = ()
+    prefix = ""
+    inputs_s = memory_s = 0.0
+    runs: Runs
+
+    def _call(self, data: Any) -> Any:
+        nvtx, use = self.runs.nvtx if self.devices else None, Use(self, data)
+        if use.away or use.wanted:
+            use.wait()
+        with _NO_RANGE if nvtx is None else nvtx.annotate(str(self.key), domain=_DOMAIN), use:
+            return use.returned(use.task(use.data))
+
+    async def _call_coroutine(self, data: Any) -> Any:
+        use = Use(self, data)
+        await use.wait_elsewhere()
+        with use:
+            return use.returned(await use.task(use.data))
+
+
+class DeviceRun(_Run, Claim):
     """A run of a task on its devices, which is its own claim on them; the first is current.
 
     It can be pickled, unless it asks for more than a slot. In another process, it runs on the
@@ -74,7 +96,6 @@ class DeviceRun(TaskStandIn, Claim):
     queued = True
     is_again = False  # an attempt ran out of memory
     left_devices = False  # it seceded
-    inputs_s = memory_s = 0.0
     thread: int | None = None
     made: Value | None = None
     guarded: Guard | None = None
@@ -196,44 +217,6 @@ class DeviceRun(TaskStandIn, Claim):
         )
         return self.guarded.steps()
 
-    def _call(self, data: Any) -> Any:
-        runs, nvtx = self.runs, self.runs.nvtx
-        if self.is_again:
-            self.memory_s = perf_counter() - self.began_at  # for the attempt before
-        self.is_again = True
-        use = Use(runs.store, self.task, self.key, self.prefix, data, self.devices)
-        if use.away or use.wanted:
-            use.wait()
-        before = note_devices(self.known)
-        try:
-            with _NO_RANGE if nvtx is None else nvtx.annotate(str(self.key), domain=_DOMAIN), use:
-                result = use.task(use.data)
-                use.returned(result)
-                self.made = use.made
-        finally:
-            note_devices(before)
-            self.inputs_s = use.brought_s
-            self.memory_s += use.waited_s
-        return result
-
-    async def _call_coroutine(self, data: Any) -> Any:
-        if self.is_again:
-            self.memory_s = perf_counter() - self.began_at
-        self.is_again = True
-        use = Use(self.runs.store, self.task, self.key, self.prefix, data, self.devices)
-        await use.wait_elsewhere()
-        before = note_devices(self.known)
-        try:
-            with use:
-                result = await use.task(use.data)
-                use.returned(result)
-                self.made = use.made
-        finally:
-            note_devices(before)
-            self.inputs_s = use.brought_s
-            self.memory_s += use.waited_s
-        return result
-
     def _reserve(self) -> None:
         """Spill values of others, until the bytes that it reserves are free on its devices."""
         store = self.runs.store
@@ -282,59 +265,41 @@ def _warn_forked() -> None:
     )
 
 
-class HostRun(TaskStandIn):
+class HostRun(_Run):
     """A run of a task without a device: nothing is current while it runs, and nothing stays so.
 
     Libraries that copy an input to the host begin to use CUDA's first device where none is current.
-    So a task whose inputs are on devices has the device ``landing``; None where the worker uses the
-    first device anyway.
+    So a task whose inputs are on devices has ``runs.landing``, unless the worker uses the first.
     """
-
-    __slots__ = ("is_coro", "key", "landing", "runs", "task", "theirs")
 
     def __init__(self, runs: Runs, ts: Any, *, theirs: bool) -> None:
         self.runs = runs
         self.key = ts.key
         self.task = ts.run_spec
         self.is_coro = self.task.is_coro
-        self.landing = runs.landing
         self.theirs = theirs  # it runs on an executor of the user's own
 
     def __call__(self, data: Any = ()) -> Any:
         if self.is_coro:
             return self._in_scope(data)
-        with begins_with_the_task, self._scope(data):
-            use = self._use(data)
-            if use.away or use.wanted:
-                with self._elsewhere_after_failure():
-                    use.wait()
-            with use:
-                return self.task(use.data)
+        with begins_with_the_task, self._elsewhere_after_failure(), self._scope(data):
+            return self._call(data)
 
     async def _in_scope(self, data: Any) -> Any:
-        with begins_with_the_task:
-            return await suspending.awaiting(self._scope(data), self._await(data))
-
-    async def _await(self, data: Any) -> Any:
-        use = self._use(data)
-        with self._elsewhere_after_failure():
-            await use.wait_elsewhere()
-        with use:
-            return await self.task(use.data)
+        with begins_with_the_task, self._elsewhere_after_failure():
+            return await suspending.awaiting(self._scope(data), self._call_coroutine(data))
 
     def _scope(self, data: Any) -> AbstractContextManager[Any]:
         if self.theirs and not self.is_coro and is_any_current():
             return Restored()  # a context that is current on the user's threads stays so
-        if self.landing is not None and any(one.__class__ is Value for one in dict(data).values()):
-            return NothingCurrent() if self.runs.monitor.has_failed() else self.landing
+        landing = None if self.runs.monitor.has_failed() else self.runs.landing
+        if landing is not None and any(one.__class__ is Value for one in dict(data).values()):
+            return landing
         return NothingCurrent()
-
-    def _use(self, data: Any) -> Use:
-        return Use(self.runs.store, self.task, self.key, "", data, ())
 
     @contextmanager
     def _elsewhere_after_failure(self) -> Iterator[None]:
-        """If an input cannot be restored since a device failed, run the task on another worker."""
+        """If it fails after a device did, which may have its inputs, run it on another worker."""
         try:
             yield
         except Exception as error:

@@ -54,10 +54,6 @@ class Lane:
         self._at_once = few and self._calls.work.look.is_legacy_idle()
         return self._at_once
 
-    def behind(self, other: Lane) -> None:
-        """Make all later copies wait for those in another lane of the device."""
-        other.reached().holds_back(self._stream)
-
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Enqueue a copy between two addresses."""
         self._calls.work.copy(target, source, nbytes, self._stream, at_once=self._at_once)

@@ -73,10 +73,9 @@ def _find_views(kind: type) -> Reduce | None:
 find_views: Final[Callable[[type], Reduce | None]] = functools.cache(_find_views)
 
 
-def are_arrays(values: Iterable[Any]) -> bool:
-    """Return whether each value is one array that is pickled as a view of its allocation."""
-    found = (find_views(type(value)) for value in values)
-    return all(getattr(function, "func", None) is _view for function in found)
+def is_array(value: object) -> bool:
+    """Return whether a value is one array that is pickled as a view of its allocation."""
+    return getattr(find_views(type(value)), "func", None) is _view
 
 
 def are_few(values: Iterable[object], at_most: int) -> bool:

@@ -7,6 +7,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from operator import itemgetter
 from typing import Any, Final
 
 from dask.utils import parse_bytes
@@ -70,7 +71,7 @@ class Account:
         self.start = int(limit * _START)
         self.stop = int(limit * _STOP)
         self.reserved = 0  # for results, and for values on their way here
-        self.leaving = 0  # the bytes that are being copied to the host
+        self.spilling = threading.Lock()  # held by the thread that spills its values
         self.failed = False  # whether the device failed: nothing is spilled any more
         # By the address of an allocation: its size, and the values in it.
         self.blocks: dict[int, tuple[int, list[Entry]]] = {}
@@ -119,29 +120,22 @@ class Account:
         runs last. Small values come after all others.
         """
         small = self.counts.limit * _SMALL
-        idle: list[tuple[bool, int, int, Value]] = []
-        needed: list[tuple[Any, int, Value]] = []
+        idle: list[tuple[Any, int, Value]] = []
+        needed, last = idle[:], idle[:]
         for value in self.values():
-            if not may_leave(value):
-                continue
-            use = next_use(value.key)
-            if use is None:
-                nbytes = gain([value])
-                idle.append((nbytes < small, value.touched, -nbytes, value))
-            else:
-                needed.append((use, value.touched, value))
-        idle.sort(key=lambda one: one[:3])
-        try:
-            needed.sort(key=lambda one: one[:2], reverse=True)
-        except TypeError:  # priorities of different kinds
-            needed.sort(key=lambda one: one[1])
-        large = [one[-1] for one in idle if not one[0]]
-        return [*large, *(one[-1] for one in needed), *(one[-1] for one in idle if one[0])]
+            if may_leave(value):
+                use = next_use(value.key)
+                rest = last if gain([value]) < small else idle
+                (rest if use is None else needed).append((use, value.touched, value))
+        needed.sort(key=lambda one: one[:2], reverse=True)
+        for some in (idle, last):
+            some.sort(key=itemgetter(1))
+        return [value for *_, value in (*idle, *needed, *last)]
 
 
 def may_leave(value: Value) -> bool:
     """Return whether a value may be spilled now."""
-    return not (value.pins or value.fresh or value.leaving or value.stays or value.is_away)
+    return not (value.pins or value.fresh or value.stays or value.is_away)
 
 
 def gain(group: Iterable[Value]) -> int:

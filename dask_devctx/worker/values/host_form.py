@@ -14,7 +14,7 @@ from dask_devctx.transfer.events import Stamp, hold, is_captured
 from dask_devctx.transfer.ipc import lanes
 from dask_devctx.transfer.ipc.parcel import Parcel, Part, allocate, pack, unpack
 from dask_devctx.transfer.page_locked import HostBlock
-from dask_devctx.worker.comms.device_types import are_arrays, find, find_views
+from dask_devctx.worker.comms.device_types import find, find_views, is_array
 
 # A part of a value: the library that allocates memory for it, its bytes, and the library's details.
 Description = tuple[str, int, Any]
@@ -111,12 +111,8 @@ class HostForm:
 class Copying:
     """Host forms of values on a device, one of each, whose copies are under way; finish or drop it.
 
-    The values are copied after the work that makes them, and ``behind`` another copy.
+    The values are copied after the work that makes them.
     """
-
-    # A piece of an array is a view, which holds all memory of the array that it was cut from. If
-    # small pieces came back as such, a task that joins pieces of many arrays would need the memory
-    # of all of them. So they leave as arrays of their own.
 
     def __init__(
         self,
@@ -125,33 +121,33 @@ class Copying:
         device: Device,
         after: Sequence[Stamp],
         take: Callable[[int], HostBlock],
-        behind: Copying | None = None,
     ) -> None:
-        self.forms: list[HostForm] = []
+        self._forms: list[HostForm] = []
         self._packed: list[Parcel] = []  # may have memory that the copy reads
-        most = nbytes * (_LARGE if len(values) == 1 else 1)
-        # The copies that make pieces dense would spoil a graph that another thread captures.
-        captured = is_captured(device)
+        # A piece of an array is a view, which holds all memory of the array that it was cut from.
+        # If small pieces came back as such, a task that joins pieces of many arrays would need the
+        # memory of all of them. So they leave as arrays of their own. The copies that make pieces
+        # dense would spoil a graph that another thread captures.
+        most = -1.0 if is_captured(device) else nbytes * (_LARGE if len(values) == 1 else 1)
         with device:
             for stamp in after:
                 stamp.hold_back_readers()  # for types that are pickled by their own code
             for value in values:
-                apart = not captured and are_arrays([value]) and value.nbytes <= most
-                try:
-                    self._pack(value, apart and value.dtype.names is None, device, take)
-                except Exception as error:
-                    if not (apart and is_out_of_memory(error)):
-                        raise
-                    self._pack(value, False, device, take)
+                if is_array(value) and value.nbytes <= most and value.dtype.names is None:
+                    try:
+                        self._pack(value, find, device, take)
+                        continue
+                    except Exception as error:
+                        if not is_out_of_memory(error):
+                            raise
+                self._pack(value, find_views, device, take)
             self._lane = lanes.take(device)
             try:
                 for stamp in after:
                     self._lane.after(stamp)
                 if any(parcel.gathered for parcel in self._packed):
                     self._lane.after_current_streams()
-                if behind is not None:
-                    self._lane.behind(behind._lane)
-                for form, parcel in zip(self.forms, self._packed, strict=True):
+                for form, parcel in zip(self._forms, self._packed, strict=True):
                     for part, (_, block) in zip(parcel.parts, form.parts, strict=True):
                         self._lane.copy_out(block.address, part.pointer, part.nbytes)
             except BaseException:
@@ -159,18 +155,18 @@ class Copying:
                 raise
 
     def _pack(
-        self, value: Any, apart: bool, device: Device, take: Callable[[int], HostBlock]
+        self, value: Any, find: Any, device: Device, take: Callable[[int], HostBlock]
     ) -> None:
-        packed = pack(value, find if apart else find_views)
+        packed = pack(value, find)
         blocks = [(tuple(part.description), take(part.nbytes)) for part in packed.parts]
-        self.forms.append(HostForm(packed.pickled, packed.buffers, blocks, device))
+        self._forms.append(HostForm(packed.pickled, packed.buffers, blocks, device))
         self._packed.append(packed)
 
     def finish(self) -> list[HostForm]:
         """Return the host forms when their copies are done."""
         lanes.finish(self._lane)
         self._packed = []
-        return self.forms
+        return self._forms
 
     def drop(self) -> None:
         """Wait for the copies, whose result is not needed."""

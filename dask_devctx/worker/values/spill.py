@@ -6,16 +6,16 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic, perf_counter, sleep
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from dask.utils import format_bytes
+from distributed import Worker
 
-from dask_devctx.cuda import discovery
+from dask_devctx.config.options import fair_memory
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import (
     allocated,
@@ -28,7 +28,6 @@ from dask_devctx.errors import DevctxError, DriverError
 from dask_devctx.transfer import nbytes_by_device, release_held, walk
 from dask_devctx.transfer.ipc.sending import Staging
 from dask_devctx.transfer.page_locked import PageLockedPool
-from dask_devctx.worker.comms.device_types import are_arrays
 from dask_devctx.worker.threads.executors import near_cpus
 from dask_devctx.worker.values.accounting import (
     Account,
@@ -50,67 +49,69 @@ _AT_A_TIME: Final = 2
 _LOOK_S: Final = 0.5
 # Values to be spilled ahead are looked at again this often while none of them can leave.
 _STUCK_S: Final = 0.05
-# The fraction of a device's memory that stays free for others.
-_SPARE: Final = 0.02
-# A device that no values can leave is named in the log so often.
+# A device that a value cannot leave is named in the log so often.
 _WARN_EVERY_S: Final = 30.0
 # A busy event loop may take so long to store a result.
 _HANDED_S: Final = 1.0
 _POLL_S: Final = 0.002
+# The fraction of a worker's host memory that may be page-locked.
+_PAGE_LOCKED: Final = 0.4
+# The tasks in these states need their inputs soon.
+_NEED_INPUTS: Final = frozenset({"waiting", "ready", "constrained", "executing", "resumed"})
 
 
-@dataclass(eq=False)
-class _Group:
-    """Values that share memory and leave together."""
+class _Move(NamedTuple):
+    """Values that share memory and leave together, and their copies that are under way."""
 
     values: list[Value]
     nbytes: int
-    forms: list[HostForm] = field(default_factory=list)  # when they are copied
-    copying: Copying | None = None
-    begun_at: float = 0.0
-
-    def are_arrays(self) -> bool:
-        return are_arrays(value.value for value in self.values)
+    copying: Copying | None  # None if all have a host form that is still right
+    begun_at: float
 
 
 class Spill:
     """A worker's values on devices and in host memory; thread-safe. Without limits, none leaves.
 
     A thread for each device spills before its limit is reached. ``before`` is the one whose place
-    this takes: values that it moves just now are counted here.
+    this takes: values that it moves just now are counted here. ``moved`` is called with each value
+    that was spilled or restored, ``moved_bytes`` with a device, bytes and seconds, and whether they
+    were restored.
     """
 
     def __init__(
         self,
-        limits: Mapping[Device, int],
-        pool: PageLockedPool,
-        copies: Copies | None = None,
-        before: Spill | None = None,
+        worker: Worker,
+        limits: Mapping[Device, int | None],
+        copies: Copies | None,
+        before: Spill | None,
+        *,
+        moved: Callable[[Value], object],
+        moved_bytes: Callable[[Device, int, float, bool], object],
+        on_failure: Callable[[Device, DriverError], object],
     ) -> None:
         self.lock: threading.RLock = threading.RLock() if before is None else before.lock
         self.on_disk = False  # whether values went to disk
         # The bytes that a task of a prefix has made last, and that the next one will probably make.
         self.expected: dict[str, int] = {}
-        self._coming: dict[int, Future[None]] = {}
-        self.accounts = Accounts(limits.items(), self.lock)
-        self.pool = pool
+        known = {device: nbytes for device, nbytes in limits.items() if nbytes is not None}
+        self.accounts = Accounts(known.items(), self.lock)
         self.copies = copies
-        self.open = bool(limits)  # whether values are spilled
-        self.worker_name = ""
-        # Returns the priority of the next task that needs a key's value, or None.
-        self.next_use: Callable[[Hashable], Any] = lambda key: None
-        self.on_failure: Callable[[Device, DriverError], object] = lambda device, error: None
-        # Called with a device, bytes and seconds, and whether they were restored.
-        self.moved_bytes: Callable[[Device, int, float, bool], object] = lambda *about: None
-        # Called with each value that was spilled or restored.
-        self.moved: Callable[[Value], object] = lambda value: None
+        self.open = bool(known)  # whether values are spilled
         self.stagings: Mapping[Device, Staging] = {}  # beside the values
-        # Whether values are spilled, too, when others have taken nearly all of a device. Not where
-        # a pool has the memory, of which the driver's free memory says nothing.
-        self.looks_at_others = True
+        self._worker = worker
+        self._moved = moved
+        self._moved_bytes = moved_bytes
+        self._on_failure = on_failure
         self._told = False
         self._told_types: set[type] = set()
         self._warned_at = float("-inf")
+        limit = worker.memory_manager.memory_limit or fair_memory(max(len(limits), 1))
+        self.pool = PageLockedPool(
+            next(iter(limits)),
+            int(_PAGE_LOCKED * limit) if known else 0,
+            slab=min(max(known.values(), default=0) // 16, 256 * 2**20),
+            make_room=self.drop_host_forms,
+        )
 
     def start(self) -> None:
         """Start the threads that spill ahead."""
@@ -126,6 +127,7 @@ class Spill:
             self.open = False
             for account in self.accounts.values():
                 account.changed.notify_all()
+        self.pool.close()
 
     # -- room
 
@@ -143,10 +145,7 @@ class Spill:
             account.reserved += nbytes
         while True:
             over = account.counts.held + account.reserved - account.counts.limit
-            if device in self.stagings:
-                over += self.stagings[device].nbytes
-            if self.copies is not None and (there := self.copies.there.get(device)) is not None:
-                over += there.nbytes
+            over += self.beside(device)
             if over <= 0:
                 return True
             if not wait:
@@ -166,38 +165,34 @@ class Spill:
 
     def beside(self, device: Device) -> int:
         """Return the bytes of copies and of staging memory."""
-        copies = 0 if self.copies is None else self.copies.nbytes(device)
-        return copies + (self.stagings[device].nbytes if device in self.stagings else 0)
+        found = self.stagings[device].nbytes if device in self.stagings else 0
+        if self.copies is not None and device in self.copies.there:
+            found += self.copies.there[device].nbytes
+        return found
 
     def _free(self, account: Account, wanted: int) -> bool:
         """Drop copies, then spill; return whether anything went, or soon goes."""
         dropped = 0 if self.copies is None else self.copies.drop(account.device, wanted)
         if dropped >= wanted:
             return True
-        with self.lock:
-            wanted -= dropped + account.leaving
-        if wanted > 0 and self.leave(account, wanted):
+        if not account.spilling.acquire(blocking=False):  # another thread does it
+            with self.lock:
+                account.changed.wait(_STUCK_S)
             return True
-        with self.lock:
-            leaving = account.leaving
-            if leaving and not dropped:
-                account.changed.wait(_LOOK_S)
-        with self.lock:
-            self.accounts.settle()
-        return dropped > 0 or leaving > 0
+        try:
+            return self._leave(account, wanted - dropped) + dropped > 0
+        finally:
+            account.spilling.release()
 
     def spill_all(self, device: Device) -> int:
         """Spill all values that are not in use from a device that ran out of memory; waits."""
         account = self.accounts.get(device)
         if account is None or not self.open:
             return 0
-        with self.lock:
-            before = account.counts.held
-        self.leave(account, account.counts.limit, for_retry=True)
+        with account.spilling:
+            freed = self._leave(account, account.counts.limit, for_retry=True)
         release_held()
-        with self.lock:
-            self.accounts.settle()
-            return max(before - account.counts.held, 0)
+        return freed
 
     # -- values that come and go
 
@@ -259,7 +254,7 @@ class Spill:
             self.unpin([value])
             raise
 
-    def unpin(self, values: Sequence[Value]) -> None:
+    def unpin(self, values: Iterable[Value]) -> None:
         """Let values be spilled again."""
         with self.lock:
             for value in values:
@@ -296,186 +291,140 @@ class Spill:
         while self.open and not account.failed:
             with self.lock:
                 self.accounts.settle()
-                used = account.used + self.beside(account.device) - account.leaving
+                used = account.used + self.beside(account.device)
                 wanted = used - account.stop if used > account.start else 0
-                idle = not wanted and not account.changed.wait(_LOOK_S)
+                if not wanted:
+                    account.changed.wait(_LOOK_S)
             try:
                 if wanted and not self._free(account, wanted):
                     sleep(_STUCK_S)
-                elif idle:
-                    self._look_at_others(account)
                 if account.used > account.prepare and self.open:
                     self.pool.grow_ahead()
             except Exception:
                 logger.warning("no values left %s", account.device, exc_info=True)
                 sleep(_WARN_EVERY_S)
 
-    def _look_at_others(self, account: Account) -> None:
-        """Give memory back to the driver when others have taken nearly all that is left."""
-        device = account.device
-        for freed in (False, True):
-            if not account.counts.held or not self.looks_at_others:
-                return
-            found = discovery.memory_info(device._backend, device.info)
-            if found is None or found[0] >= found[1] * _SPARE:
-                return
-            # A library may have just cached what was freed. So first only the caches go.
-            if not freed or self._free(account, int(found[1] * 2 * _SPARE) - found[0]):
-                with suppress(DriverError), device:
-                    release_library_caches()
-
     # -- to the host
 
-    def leave(self, account: Account, wanted: int, *, for_retry: bool = False) -> int:
+    def _leave(self, account: Account, wanted: int, *, for_retry: bool = False) -> int:
         """Spill values of so many bytes, others in the place of one that fails; return the bytes.
 
-        Each is copied while the one before is completed.
+        Only the thread that has ``account.spilling`` may call it.
         """
         freed, free_at = 0, 0.0
-        failed: dict[int, Exception] = {}
-        left: deque[_Group] = deque()
-        try:
-            while wanted > freed and (groups := self._groups(account, wanted - freed, failed)):
-                left.extend(groups)
-                before, n_failed = None, len(failed)
-                for group in [*groups, None]:
-                    # To copy a value other than a plain array may need memory of the full device.
-                    early = before is not None and group is not None and group.are_arrays()
-                    if early:
-                        self._begin(account, group, failed, before)
-                    if before is not None:
-                        freed += self._finish(account, before, failed, free_at, for_retry)
-                        free_at = perf_counter()
-                        self._ended(account, left.popleft())
-                    if group is not None and not early:
-                        self._begin(account, group, failed, None)
-                    before = group
-                if len(failed) == n_failed:
-                    break
-            if failed and not freed and monotonic() - self._warned_at >= _WARN_EVERY_S:
-                self._warned_at = monotonic()
-                error = next(iter(failed.values()))
-                logger.warning("no values left %s", account.device, exc_info=error)
-        except DriverError as error:  # it broke the device
-            account.failed = True
-            self.on_failure(account.device, error)
-        finally:
-            failed.clear()  # the errors' frames know it, and so would keep each other
-            for group in left:
-                if group.copying is not None:
-                    group.copying.drop()
-                self._ended(account, group)
-        return freed
-
-    def _groups(self, account: Account, wanted: int, failed: Mapping[int, Exception]) -> list[Any]:
-        """Return values that leave next, in order; those that share memory together."""
-        found: list[_Group] = []
+        moving: deque[_Move] = deque()
         with self.lock:
             self.accounts.settle()
-            for value in () if account.failed else account.in_order(self.next_use):
-                if wanted <= 0:
+            values = deque(account.in_order(self._next_use))
+        try:
+            while True:
+                more = freed + sum(move.nbytes for move in moving) < wanted and not account.failed
+                if values and more and len(moving) < _AT_A_TIME:
+                    if (move := self._begun(account, values.popleft(), moving)) is not None:
+                        moving.append(move)
+                elif moving:
+                    freed += self._finished(account, moving[0], free_at, for_retry)
+                    free_at = perf_counter()
+                    moving.popleft()
+                    with self.lock:
+                        account.changed.notify_all()  # a task may go on before the others have left
+                else:
                     break
-                if id(value) in failed or value.leaving:
-                    continue
-                values = account.group(value)
-                if all(map(may_leave, values)):
-                    for one in values:
-                        one.leaving = True
-                    found.append(_Group(values, gain(values)))
-                    account.leaving += found[-1].nbytes
-                    wanted -= found[-1].nbytes
-        return found
+        except DriverError as error:  # it broke the device
+            account.failed = True
+            self._on_failure(account.device, error)
+        finally:
+            for move in moving:
+                if move.copying is not None:
+                    move.copying.drop()
+        return freed
 
-    def _ended(self, account: Account, group: _Group) -> None:
+    def _next_use(self, key: Hashable) -> Any:
+        """Return the priority of the next task that needs a key's value, or None."""
+        ts = self._worker.state.tasks.get(key)
+        if ts is None or not ts.dependents:
+            return None
+        of_those = list(ts.dependents)  # at once: the event loop changes it
+        priorities = (dep.priority for dep in of_those if dep.state in _NEED_INPUTS)
+        return min((one for one in priorities if one is not None), default=None)
+
+    def _begun(self, account: Account, value: Value, moving: Iterable[_Move]) -> _Move | None:
+        """Begin to copy a value and those that share its memory; None if they stay for now."""
+        begun_at = perf_counter()
         with self.lock:
-            for value in group.values:
-                value.leaving = False
-            account.leaving -= group.nbytes
-            account.changed.notify_all()  # a task may go on before the others have left
+            values = account.group(value)
+            if any(value in move.values for move in moving) or not all(map(may_leave, values)):
+                return None
+            wholes, nbytes = [one.value for one in values], gain(values)
+        if all(one.form is not None for one in values):
+            return _Move(values, nbytes, None, begun_at)
+        with self._noting(account.device, values):
+            work = [one.work() for one in values]
+            copying = Copying(wholes, nbytes, account.device, work, self.pool.take)
+            return _Move(values, nbytes, copying, begun_at)
+        return None
 
-    def _begin(
-        self, account: Account, group: _Group, failed: dict[int, Exception], behind: _Group | None
-    ) -> None:
-        """Begin to copy values that share memory, unless their host form is still right."""
-        group.begun_at = perf_counter()
-        forms = [value.form for value in group.values if value.form is not None]
-        if len(forms) == len(group.values):
-            group.forms = forms
-            return
-        with self._noting(group, failed):
-            group.copying = Copying(
-                [value.value for value in group.values],
-                group.nbytes,
-                account.device,
-                [value.work() for value in group.values],
-                self.pool.take,
-                None if behind is None else behind.copying,
-            )
-
-    def _finish(
-        self,
-        account: Account,
-        group: _Group,
-        failed: dict[int, Exception],
-        free_at: float,
-        for_retry: bool,
-    ) -> int:
+    def _finished(self, account: Account, move: _Move, free_at: float, for_retry: bool) -> int:
         """Let values go when they have been copied; return the bytes of those that went.
 
         ``free_at`` is when the copy before was completed.
         """
-        if group.copying is not None:
-            with self._noting(group, failed):
-                group.forms = group.copying.finish()
-        device, counts, forms = account.device, account.counts, group.forms
+        values, nbytes, copying, begun_at = move
+        forms = [value.form for value in values]
+        if copying is not None:
+            forms = []
+            with self._noting(account.device, values):
+                forms += copying.finish()
+        device, counts = account.device, account.counts
         with self.lock:
-            # A task may need it now.
-            if not forms or any(value.pins for value in group.values):
+            # A task may need it now, or another plugin may have moved it.
+            if None in forms or not forms or not all(map(may_leave, values)):
                 return 0
-            wholes = [value.value for value in group.values]
-            for value, form in zip(group.values, forms, strict=True):
+            wholes = [value.value for value in values]
+            for value, form in zip(values, forms, strict=True):
+                assert form is not None
+                assert value.spill is not None
                 form.home, value.form = device, form
                 value.value, value.nbytes, value.stamp = AWAY, {}, None
-                assert value.spill is not None
                 value.spill.accounts.count(value)  # another plugin may have taken it over
             counts.spills += len(wholes)
-            counts.spilled_nbytes += group.nbytes
+            counts.spilled_nbytes += nbytes
             counts.spills_for_retries += len(wholes) if for_retry else 0
             over = account.used + counts.spilled > counts.limit and not for_retry
         wholes.clear()  # frees the memory
-        if group.copying is not None:
-            seconds = perf_counter() - max(group.begun_at, free_at)
-            self.moved_bytes(device, group.nbytes, seconds, False)
+        if copying is not None:
+            self._moved_bytes(device, nbytes, perf_counter() - max(begun_at, free_at), False)
         if over and not self._told:
             self._told = True
             logger.warning(  # once: dask shows no lines of a lower level
-                "%s: %s holds more than its limit of %s: values go to host memory, and come back "
-                "before their tasks (device_memory_limit). report(client).devices counts them",
-                self.worker_name,
+                "worker %s: %s holds more than its limit of %s: values go to host memory, and come "
+                "back before their tasks (device_memory_limit). report(client).devices counts them",
+                self._worker.name,
                 device,
                 format_bytes(counts.limit),
             )
-        for value in group.values:
-            self.moved(value)
-        return group.nbytes
+        for value in values:
+            self._moved(value)
+        return nbytes
 
     @contextmanager
-    def _noting(self, group: _Group, failed: dict[int, Exception]) -> Iterator[None]:
+    def _noting(self, device: Device, values: Sequence[Value]) -> Iterator[None]:
         """Note that values stay if they cannot be copied, for now or for good."""
         try:
             yield
         except Exception as error:
-            group.copying = None
             if isinstance(error, DriverError) and error.code in statuses.STICKY:
                 raise
             clear_frames(error)  # they hold the values
             if isinstance(error, (DriverError, MemoryError, OSError)) or is_out_of_memory(error):
-                failed.update((id(value), error) for value in group.values)
+                if monotonic() - self._warned_at >= _WARN_EVERY_S:
+                    self._warned_at = monotonic()
+                    logger.warning("a value cannot leave %s now", device, exc_info=error)
                 return
             with self.lock:
-                for value in group.values:
+                for value in values:
                     value.stays = True
-            kind = type(group.values[0].value)
+            kind = type(values[0].value)
             if kind not in self._told_types:
                 self._told_types.add(kind)
                 logger.warning(
@@ -490,46 +439,33 @@ class Spill:
 
     def _restored(self, value: Value, device: Device | None) -> Any:
         """Return a value on a device. One thread restores it; others that need it wait."""
-        while True:
-            with self.lock:
-                if not value.is_away:
-                    return value.value
-                form = value.form
-                assert form is not None
-                coming = self._coming.get(id(form))
-                if coming is None:
-                    mine = self._coming[id(form)] = Future()
-            if coming is not None:
-                coming.exception()  # waits; the other thread raises the error
-                continue
+        with value.restoring:
+            form, found = value.form, value.value
+            if found is not AWAY:
+                return found
+            assert form is not None
+            device = device or form.home
+            self.make_room(device, form.nbytes)
             try:
-                self._restore(value, form, device or form.home)
-            finally:
+                begun = perf_counter()
+                whole, stamp = self.allocated(device, form.nbytes, partial(form.on_device, device))
+                self._moved_bytes(device, form.nbytes, perf_counter() - begun, True)
+                nbytes = nbytes_by_device(whole)
+                under = allocations(whole, nbytes)
                 with self.lock:
-                    del self._coming[id(form)]
-                mine.set_result(None)
-
-    def _restore(self, value: Value, form: HostForm, device: Device) -> None:
-        self.make_room(device, form.nbytes)
-        try:
-            begun = perf_counter()
-            whole, stamp = self.allocated(device, form.nbytes, lambda: form.on_device(device))
-            self.moved_bytes(device, form.nbytes, perf_counter() - begun, True)
-            nbytes = nbytes_by_device(whole)
-            under = allocations(whole, nbytes)
-            with self.lock:
-                value.nbytes, value.stamp = nbytes, stamp
-                value.value = whole  # last: a task may see it now
-                assert value.spill is not None
-                value.spill.accounts.count(value, under)
-                if not _stays_right(whole):
-                    value.form = None
-                if (account := self.accounts.get(device)) is not None:
-                    account.counts.unspills += 1
-                    account.counts.unspilled_nbytes += form.nbytes
-        finally:
-            self.give_room(device, form.nbytes)
-        self.moved(value)
+                    value.nbytes, value.stamp = nbytes, stamp
+                    value.value = whole  # last: a task may see it now
+                    assert value.spill is not None
+                    value.spill.accounts.count(value, under)
+                    if not _stays_right(whole):
+                        value.form = None
+                    if (account := self.accounts.get(device)) is not None:
+                        account.counts.unspills += 1
+                        account.counts.unspilled_nbytes += form.nbytes
+            finally:
+                self.give_room(device, form.nbytes)
+        self._moved(value)
+        return whole
 
     def clear(self, device: Device, nbytes: int | None = None) -> int:
         """Free memory of a device that ran out: so many bytes of copies, or all not in use."""

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.cuda.on_device import note_devices
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.dask_internals.tasks import NODE_PARTS
 from dask_devctx.errors import DevctxError
@@ -36,38 +37,31 @@ class Use:
     """
 
     __slots__ = (
-        *("_copies", "_devices", "_key", "_pinned", "_prefix", "_reserved", "_store", "away"),
-        *("brought_s", "data", "made", "task", "waited_s", "wanted"),
+        *("_before", "_copies", "_devices", "_pinned", "_reserved", "_run", "_store"),
+        *("away", "data", "task", "wanted"),
     )
 
-    def __init__(
-        self,
-        store: Store | None,
-        task: Any,
-        key: Hashable,
-        prefix: str,
-        data: Any,
-        devices: tuple[Device, ...],
-    ) -> None:
-        self._store = store
-        self._key = key
-        self._prefix = prefix
-        self._devices = devices
+    def __init__(self, run: Any, data: Any) -> None:
+        self._run = run
+        self._store: Store | None = run.runs.store
+        self._devices: tuple[Device, ...] = run.devices
+        self._before: Any = ()
         self._reserved = 0
         self._copies: Used = []
         self._pinned: dict[Hashable, Value] = {}
         # The inputs in host memory, and the bytes of room: with neither, :meth:`wait` does nothing.
         self.away: list[Value] = []
         self.wanted = 0
-        # The result as a value; None if its type holds no arrays.
-        self.made: Value | None = None
-        self.brought_s = self.waited_s = 0.0
-        self.task = task
+        self.task = run.task
         self.data: Any = data
+        store = self._store
         if store is None:
             return
-        if devices:
-            self.wanted = store.spill.expected.get(prefix, 0)
+        if self._devices:
+            self.wanted = store.spill.expected.get(run.prefix, 0)
+            if run.is_again:
+                run.memory_s = perf_counter() - run.began_at  # for the attempt before
+            run.is_again = True
         if data:
             self.data = {}
             for one, value in data.items():
@@ -93,10 +87,10 @@ class Use:
                 store.spill.make_room(device, self.wanted)
                 self._reserved, self.wanted = self.wanted, 0
         except BaseException as error:
-            self._leave(error)
+            self.__exit__(type(error), error, None)
             raise
         finally:
-            self.waited_s += perf_counter() - begun
+            self._run.memory_s += perf_counter() - begun
 
     async def wait_elsewhere(self) -> None:
         """Do as :meth:`wait` on another thread: this one runs the worker's event loop."""
@@ -109,6 +103,8 @@ class Use:
     def __enter__(self) -> Self:
         store = self._store
         try:
+            if self._devices:
+                self._before = note_devices(self._run.known)
             if self._devices and store is not None and store.copies is not None:
                 if may_hold_arrays(self.task):
                     self._bring_its_own()
@@ -119,7 +115,7 @@ class Use:
                     if value.stamp is not None:
                         value.stamp.hold_back_readers()
         except BaseException as error:
-            self._leave(error)
+            self.__exit__(type(error), error, None)
             raise
         return self
 
@@ -150,43 +146,38 @@ class Use:
                 self._copies.append((value, here))
                 if key in self._pinned and device not in value.nbytes:
                     store.spill.unpin([self._pinned.pop(key)])  # all reads are of the copy now
-        self.brought_s = perf_counter() - begun
+        self._run.inputs_s = perf_counter() - begun
 
-    def returned(self, result: object) -> None:
+    def returned(self, result: Any) -> Any:
         """Note the call's result: it counts from now on, in the place of the room for it."""
-        store = self._store
-        if store is None or not self._devices:
-            return
-        device, *others = self._devices
-        if store.copies is not None:
+        store, devices, run = self._store, self._devices, self._run
+        if store is not None and devices and store.copies is not None:
             found = walk.find(result.__class__)
-            plain, made = found is None or walk.is_plain(result), None
-            if not plain:
-                count = nbytes_by_device.find(result.__class__) if found is walk.LEAF else None
-                places = (count or nbytes_by_device)(result)
-                made = Stamp.of_devices(places, places) if places else None
-            work = made
-            if others:  # any of the devices may have made the value, wherever it is
-                used = dict.fromkeys((*self._devices, *(made.devices if made else ())))
-                work = Stamp.of_devices(used, made.places if made else None)
-                made = work if made is not None else None
-            elif self._copies and (made is None or device not in made.devices):
-                # A result on the host does not show whether the device's work is done.
-                work = Stamp.of_devices([device])
+            places: dict[Device, int] = {}
+            if found is walk.LEAF:
+                places = (nbytes_by_device.find(result.__class__) or nbytes_by_device)(result)
+            elif found is not None and walk.is_plain(result):
+                found = None
+            elif found is not None:
+                places = nbytes_by_device(result)
+            # Several devices may have made it together. Without it, nothing shows whether the work
+            # that reads the copies is done.
+            stamped = dict.fromkeys(places)
+            if self._copies or (places and len(devices) > 1):
+                stamped |= dict.fromkeys(devices)
+            work = Stamp.of_devices(stamped) if stamped else None
             if self._copies and work is not None:
-                store.copies.used(self._copies, device, work)
+                store.copies.used(self._copies, devices[0], work)
                 self._copies = []
-            if made is not None and made.places:
-                value = self.made = Value(self._key, result, made.places, made)
+            if places:
+                value = run.made = Value(run.key, result, places, work)
                 value.fresh = True
                 store.spill.add(value)
                 if store.spill.accounts:
-                    store.spill.expected[self._prefix] = made.places.get(device, 0)
-            elif not plain:
-                self.made = Value(self._key, result, {})  # so that it is not looked up again
-        if self._reserved:
-            store.spill.give_room(device, self._reserved)
-            self._reserved = 0
+                    store.spill.expected[run.prefix] = places.get(devices[0], 0)
+            elif found is not None:
+                run.made = Value(run.key, result, {})  # so that it is not looked up again
+        return result
 
     def __exit__(
         self,
@@ -194,31 +185,24 @@ class Use:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._copies:  # it raised: its work on the devices may still run
-            copies = self._store.copies  # type: ignore[union-attr]
-            with suppress(DevctxError):  # the device failed; the call's own exception counts
-                stamp_ = Stamp.of_devices(self._devices)
-                copies.used(self._copies, self._devices[0], stamp_)  # type: ignore[union-attr]
-        if error is not None or self._reserved:
-            self._leave(error)
-            return
-        self.data = {}  # most calls end here
-        if self._pinned:
-            self._store.spill.unpin([*self._pinned.values()])  # type: ignore[union-attr]
-            self._pinned = {}
-
-    def _leave(self, error: BaseException | None) -> None:
-        self.data, self._copies = {}, []
+        if self._before != ():
+            note_devices(self._before)
+        self.data = {}
         if self._store is None:
             return
-        spill = self._store.spill
-        if error is not None and self._devices and is_out_of_memory(error):
-            spill.take_stock(error, self._devices[0])
+        spill, devices = self._store.spill, self._devices
+        if self._copies:  # it raised: its work on the devices may still run
+            with suppress(DevctxError):  # the device failed; the call's own exception counts
+                work = Stamp.of_devices(devices)
+                self._store.copies.used(self._copies, devices[0], work)  # type: ignore[union-attr]
+            self._copies = []
+        if error is not None and devices and is_out_of_memory(error):
+            spill.take_stock(error, devices[0])
         if self._pinned:
-            spill.unpin([*self._pinned.values()])
+            spill.unpin(self._pinned.values())
             self._pinned = {}
         if self._reserved:
-            spill.give_room(self._devices[0], self._reserved)
+            spill.give_room(devices[0], self._reserved)
             self._reserved = 0
 
 

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Hashable, Mapping
 from contextlib import suppress
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from distributed.protocol.serialize import dask_deserialize, dask_serialize
 from distributed.sizeof import safe_sizeof
@@ -36,17 +36,6 @@ class Entry(weakref.ref["Value"]):
     memories: frozenset[Memory]  # on devices: its allocations
 
 
-class Keeper(Protocol):
-    """The spill that counts a value."""
-
-    lock: threading.RLock
-    on_disk: bool
-    accounts: Any
-
-    def copied(self, value: Value) -> HostForm:
-        """Return a host form of a value that is on its device, where it stays."""
-
-
 class Value:
     """One value and all that is known of it; it stands for the value in the worker's data.
 
@@ -54,8 +43,8 @@ class Value:
     """
 
     __slots__ = (
-        *("__weakref__", "copies", "entry", "exact", "form", "fresh", "key", "leaving", "nbytes"),
-        *("pins", "released", "spill", "stamp", "stays", "touched", "value"),
+        *("__weakref__", "copies", "entry", "exact", "form", "fresh", "key", "nbytes", "pins"),
+        *("released", "restoring", "spill", "stamp", "stays", "touched", "value"),
     )
 
     def __init__(
@@ -70,14 +59,14 @@ class Value:
         self.nbytes = nbytes  # by device; empty in host memory
         self.exact = True  # whether all of the value was looked at for that
         self.stamp = stamp  # of the work that makes it, or of the copy that restored it
-        self.spill: Keeper | None = None
+        self.spill: Any = None  # the `Spill` that counts it
         self.entry: Entry | None = None  # what is counted for it
         # The value in host memory; kept while it is on the device again and this is right.
         self.form: HostForm | None = None
         self.touched = 0  # grows with each use
         self.pins = 0  # users that need it on its device
         self.fresh = False  # whether its task has returned it, and dask does not have it yet
-        self.leaving = False  # whether it is being copied to the host
+        self.restoring = threading.Lock()  # held by the thread that restores it
         self.stays = False  # whether it cannot leave
         self.released = False  # by dask: its key may have another value, and no copy is kept
         self.copies: dict[Device, Any] = {}  # on other devices
@@ -113,7 +102,6 @@ class Value:
         """Return the value's host form, which is made if the value is on its device."""
         form, spill = self.form, self.spill
         if form is None:
-            assert spill is not None
             form = spill.copied(self)
         return form
 

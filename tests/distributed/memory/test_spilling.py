@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections import UserDict
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
 import dask
@@ -197,34 +195,6 @@ def test_across_processes_and_with_a_worker_killed() -> None:
         assert read(future.result(timeout=60)).tolist() == (
             (expected + expected.T).sum(axis=0).tolist()
         )
-
-
-# -- what stays, and what it says
-
-
-def test_memory_of_others_is_felt() -> None:
-    with threads(2 * MIB, 1) as client:
-        futures = client.map(full, range(8), pure=False)
-        wait(futures)
-        assert counts(client)["spills"] == 0
-        taken = SimulatedArray((1 * MIB - 1024) // 8)
-        assert peers.until(lambda: counts(client)["spills"], 10)
-        del taken
-        assert totals(client, futures) == [n * 16384 for n in range(8)]
-
-
-def test_memory_that_a_pool_has_is_not_that_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "standins"))
-    for name in ("rmm", "rmm.mr"):  # gone after this test
-        monkeypatch.setitem(sys.modules, name, None)
-        del sys.modules[name]
-    with threads(2 * MIB, 1, rmm_pool_size=1.0) as client:
-        futures = client.map(full, range(8), pure=False)
-        wait(futures)
-        taken = SimulatedArray((1 * MIB - 1024) // 8)
-        time.sleep(1.5)  # others are looked at twice a second
-        assert counts(client)["spills"] == 0
-        del taken, futures
 
 
 # -- on and off
