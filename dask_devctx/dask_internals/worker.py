@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, MutableMapping
 from contextlib import contextmanager
-from typing import Any
+from types import FrameType
+from typing import Any, Final
 
 from distributed import Worker, WorkerPlugin
 from distributed.core import error_message
@@ -101,9 +103,14 @@ def actors_of(worker: Worker) -> dict[Hashable, Any]:
     return worker.state.actors  # type: ignore[no-any-return]
 
 
-def in_an_actor() -> bool:
-    """Return whether this thread runs an actor's method."""
-    return bool(getattr(thread_state, "actor", False))
+_CALL_ACTORS: Final = {
+    inspect.unwrap(one).__code__ for one in (Worker.actor_execute, Worker.actor_attribute)
+}
+
+
+def calls_an_actor(frame: FrameType) -> bool:
+    """Return whether the code in a frame calls an actor, or a method of an actor runs there."""
+    return frame.f_code in _CALL_ACTORS or bool(getattr(thread_state, "actor", False))
 
 
 # -- start

@@ -169,7 +169,7 @@ class DeviceExtension:
                 device_threads(worker, self.admission, tasks_per_device)
             )
             self.runs.living = self._actors = steps.enter_context(
-                DeviceActors(worker, self.monitor, move_inputs=options.move_inputs)
+                DeviceActors(worker, self.monitor, move_inputs=options.move_inputs).used()
             )
             if used:
                 threads = options.cpu_threads

@@ -210,25 +210,29 @@ class Maker:
     def make(self) -> SimulatedArray:
         return make()
 
+    async def make_later(self) -> SimulatedArray:
+        return make()
+
 
 @one_worker()
 async def test_what_an_actor_answers_waits_for_the_work_that_makes_it(
     client: Client, machine: SimulatedMachine
 ) -> None:
-    waits: list[int] = []
-
-    def note(stream: Any, event: Any, flags: int) -> bool:
-        waits.append(Device.current().device_id)  # type: ignore[union-attr]
-        return False
-
     with dask.annotate(device=1):
         maker = await client.submit(Maker, actor=True)
-    machine.faults.inject("cuStreamWaitEvent", None, times=2, when=note)
-    machine.faults.inject("cuEventQuery", CUresult.CUDA_ERROR_NOT_READY, times=10**6)
-    assert float((await maker.make()).sum()) == 100.0
-    assert waits == [1]
-    assert float((await maker.array).sum()) == 100.0  # it is read on the event loop
-    assert waits == [1, 1]
+    pending = work_is_pending(machine)
+    made = asyncio.ensure_future(maker.make())
+    made_later = asyncio.ensure_future(maker.make_later())
+    await asyncio.sleep(0.3)
+    assert not made.done()
+    assert not made_later.done()
+    pending[0] = False
+    assert float((await made).sum()) == float((await made_later).sum()) == 100.0
+    machine.faults.clear()
+    machine.faults.inject("cuEventQuery", CUresult.CUDA_ERROR_NOT_READY, times=5)
+    asked = machine.faults.calls["cuEventQuery"]
+    assert float((await maker.array).sum()) == 100.0
+    assert machine.faults.calls["cuEventQuery"] > asked + 5
 
 
 class Reader:
