@@ -29,7 +29,6 @@ from dask_devctx.worker.extension import DeviceExtension
 from dask_devctx.worker.leases import registration
 from dask_devctx.worker.leases.lease import holders
 from dask_devctx.worker.leases.share import DeviceShare
-from dask_devctx.worker.threads.interpreter import switch_interval
 
 
 @takes_options
@@ -97,8 +96,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
                 FutureWarning,
                 stacklevel=2,
             )
-        remembered_tasks()  # each worker reads this and the next; a bad value is refused here
-        switch_interval()
+        remembered_tasks()  # each worker reads this; a bad value is refused here
 
     def __getattr__(self, name: str) -> Any:
         if name in Options.__dataclass_fields__ or name in RMM_NAMES:

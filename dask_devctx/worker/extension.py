@@ -43,7 +43,7 @@ from dask_devctx.worker.rechunks import Rechunks
 from dask_devctx.worker.runs import Runs
 from dask_devctx.worker.threads.cpu_threads import threads_without_a_device
 from dask_devctx.worker.threads.executors import device_threads
-from dask_devctx.worker.threads.interpreter import import_early, set_for_devices, switch_interval
+from dask_devctx.worker.threads.garbage import short_collections
 from dask_devctx.worker.values.accounting import COUNTS, limit_nbytes
 from dask_devctx.worker.values.copies import Copies
 from dask_devctx.worker.values.store import Store, storing
@@ -72,10 +72,9 @@ class DeviceExtension:
         self.limits: dict[Device, int] = {}
         check_worker(worker)
         with ExitStack() as steps:  # each step is undone at the end, and when a later one fails
-            history, interval_s = 0, None
+            history = 0
             try:
                 history = remembered_tasks()
-                interval_s = switch_interval()
                 used = self._devices(steps, options)
             except Exception as error:
                 self.failure, used = error, ()
@@ -175,7 +174,7 @@ class DeviceExtension:
                 threads = options.cpu_threads
                 steps.enter_context(threads_without_a_device(worker, threads, share.part))
             steps.enter_context(functions_of_clients(worker, self.monitor, used, options))
-            steps.enter_context(set_for_devices(worker, interval_s))
+            steps.enter_context(short_collections(worker))
             steps.enter_context(self.runs.executing())
             self._steps = steps.pop_all()
 
@@ -192,7 +191,8 @@ class DeviceExtension:
                 one: limit_nbytes(one, limit) or limit_nbytes(one, 1.0) or 0 for one in devices
             }
             taking.enter_context(landing_on(self._worker, devices))
-            import_early(options.pre_import or ())
+            for module in options.pre_import or ():
+                import_module(module)
             taking.enter_context(allocating(self._worker, devices, options))
             steps.push(taking.pop_all())
         return devices

@@ -209,7 +209,6 @@ def test_a_variable_in_dasks_spelling_is_known() -> None:
     [
         ("history", -1),
         ("history", None),
-        ("switch-interval", "abc"),
         ("move-inputs", 1),
         ("synchronize", "yes"),
         ("oom-retries", True),

@@ -194,7 +194,6 @@ def no_gpus() -> Any:
         ({"devices": [7]}, nullcontext, DeviceNotFoundError, "no device 7"),
         ({}, no_gpus, DriverUnavailableError, r"libcuda\.so\.1 not found"),
         # The worker's own configuration is wrong, and the client's right.
-        ({}, lambda: configured(switch_interval=0), ValueError, "switch-interval.*got 0"),
         ({}, lambda: configured(history="all"), ValueError, "got 'all'.*devctx.history"),
     ],
 )

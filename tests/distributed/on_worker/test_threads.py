@@ -1,4 +1,4 @@
-"""The threads of a worker: how many, near which CPUs, in which order, and Python's own settings."""
+"""The threads of a worker: how many, near which CPUs, in which order; and the garbage collector."""
 
 from __future__ import annotations
 
@@ -211,28 +211,7 @@ def test_a_task_that_is_cancelled_as_it_begins_runs_once(pool: DeviceThreadPoolE
     assert not set(sent_again) & set(ran)
 
 
-# -- Python's own settings
-
-
-@on_cluster(2, 2)
-async def test_the_switch_interval(client: Any, *workers: Any) -> None:
-    before = sys.getswitchinterval()
-    try:
-        await client.register_plugin(DevicePlugin())
-        assert sys.getswitchinterval() == pytest.approx(1e-3, rel=0.02)
-        await workers[0].close()
-        assert sys.getswitchinterval() == pytest.approx(1e-3, rel=0.02), "the other is there"
-        await client.unregister_worker_plugin("devctx")
-        assert sys.getswitchinterval() == before
-        with dask.config.set({"devctx.switch-interval": None}):
-            await client.register_plugin(DevicePlugin())
-        assert sys.getswitchinterval() == before
-        await client.register_plugin(DevicePlugin())
-        sys.setswitchinterval(0.002)  # what others set meanwhile stays
-        await client.unregister_worker_plugin("devctx")
-        assert sys.getswitchinterval() == pytest.approx(0.002, rel=0.02)
-    finally:
-        sys.setswitchinterval(before)
+# -- the garbage collector
 
 
 def frozen(client: Client, wanted: Callable[[int], bool]) -> int:
