@@ -18,7 +18,6 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.on_device import known_as_the_tasks
 from dask_devctx.dask_internals import worker as internals
 from dask_devctx.transfer import nbytes_by_device, stamp, to_device
-from dask_devctx.worker.failures import guard
 from dask_devctx.worker.failures.guard import Guard
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.tracebacks import begins_with_the_task
@@ -111,7 +110,7 @@ class _OnDevices:
     def __getattr__(self, name: str) -> Any:
         actor, device = self._actor, self._devices[0]
         if not callable(getattr(type(actor), name, None)):  # a property may compute
-            return guard.run(self._steps(inside=True), lambda: self._call(getattr, actor, name))
+            return self._guard(inside=True).run(lambda: self._call(getattr, actor, name))
         method = getattr(actor, name)
         call: Callable[..., Any]
         if inspect.iscoroutinefunction(method):
@@ -121,19 +120,19 @@ class _OnDevices:
                     return suspending.within(device, self._await(method, *args, **kwargs))
 
                 with begins_with_the_task:
-                    return await guard.run_coroutine(self._steps(inside=False), body)
+                    return await self._guard(inside=False).run_coroutine(body)
         else:
 
             def call(*args: Any, **kwargs: Any) -> Any:
                 body = functools.partial(self._call, method, *args, **kwargs)
                 with begins_with_the_task:
-                    result = guard.run(self._steps(inside=True), body)
+                    result = self._guard(inside=True).run(body)
                     return suspending.within(device, result)
 
         return functools.wraps(method)(call)
 
-    def _steps(self, *, inside: bool) -> guard.Steps:
-        guarded = Guard(
+    def _guard(self, *, inside: bool) -> Guard:
+        return Guard(
             self._monitor,
             self._key,
             self._devices,
@@ -141,7 +140,6 @@ class _OnDevices:
             once=_METHODS_RUN_ONCE,
             is_method=True,
         )
-        return guarded.steps()
 
     def _call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._brought(args, kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from importlib import import_module
@@ -25,8 +25,8 @@ from dask_devctx.transfer.traffic import TrafficCounts
 from dask_devctx.worker.actors import DeviceActors
 from dask_devctx.worker.allocators import allocating
 from dask_devctx.worker.comms import in_place_of_the_first, landing_on, serialization
-from dask_devctx.worker.failures.attribution import Failure
-from dask_devctx.worker.failures.monitor import Monitor
+from dask_devctx.worker.failures.monitor import Failure, Monitor
+from dask_devctx.worker.failures.oom_retries import Retries
 from dask_devctx.worker.failures.shutdown import begin_the_end
 from dask_devctx.worker.functions import functions_of_clients
 from dask_devctx.worker.leases.registration import has_routing
@@ -89,15 +89,13 @@ class DeviceExtension:
                 _opened(
                     Monitor,
                     used,
+                    Retries(used, options.oom_retries, self),
                     synchronize=options.synchronize,
-                    oom_retries=options.oom_retries,
                     on_failure=self._on_failure,
                     marks=partial(has_routing, worker),
                 )
             )
-            steps.enter_context(metric(worker, Monitor.metric, self.monitor.metrics))
             self.record.retried = self.monitor.retries.counted
-            self.monitor.retries.on_retry = self.history.tried_again
             register_nodes()
             traffic = self.traffic = TrafficCounts()
             traffic.on_copy, self.history.refresh = self.history.copied, traffic.measure
@@ -123,15 +121,12 @@ class DeviceExtension:
                     limits=self.limits,
                     use=options.ipc,
                     make_room=self._make_room,
-                    on_failure=self.monitor.blame.noticed_between,
+                    on_failure=self.monitor.noticed_between,
                     has_failed=self.monitor.has_failed,
                 )
             )
             self.record.memory["staging"] = self.peers.staging_nbytes
             steps.enter_context(exposed(self.record, self.monitor, traffic.rows))
-            self.monitor.retries.drop_replicas = lambda device: (
-                self._make_room(device) + self.peers.free_staging(device)
-            )
             if used:
                 self.store = steps.enter_context(
                     storing(
@@ -141,14 +136,12 @@ class DeviceExtension:
                         self.copies,
                         takes_values=lambda who: SAYS in who,
                         moved_bytes=self._moved_bytes,
-                        on_failure=self.monitor.blame.noticed_between,
+                        on_failure=self.monitor.noticed_between,
                     )
                 )
                 spill = self.store.spill
                 spill.stagings = self.peers.stagings
-                self.monitor.retries.clear = self._clear
                 if spill.accounts:
-                    self.monitor.retries.stock = spill.stock
                     for name in COUNTS:
                         self.record.memory[name] = partial(spill.count, name)
             self.runs = Runs(
@@ -220,14 +213,28 @@ class DeviceExtension:
         """Drop copies and spill values of a device that has no memory left; return the bytes."""
         return 0 if self.store is None else self.store.spill.clear(device)
 
-    def _clear(self, device: Device) -> None:
-        """Free all that is not in use on a device that a task has for itself."""
+    # -- for tasks that ran out of memory
+
+    def free(self, device: Device) -> int:
+        """Free what no task uses of copies, values and staging memory; return the bytes."""
+        return self._make_room(device) + self.peers.free_staging(device)
+
+    def wait_for_all(self, device: Device) -> None:
+        """Wait for copies and values that are under way, where a task has a device for itself."""
         if self.copies is not None:
             with self.copies.ahead:  # the copy ahead that is under way
                 pass
         assert self.store is not None
         self.store.spill.wait_for_results(device)
-        self.monitor.retries.free(device)
+
+    def stock(self, error: BaseException, device: Device) -> tuple[int | None, Mapping[str, int]]:
+        """Return a device's limit, and the bytes that could not leave at an error, by reason."""
+        return (None, {}) if self.store is None else self.store.spill.stock(error, device)
+
+    def noted(self, key: Hashable, device: Device, error: Exception) -> None:
+        """Note in the history that a task is tried again."""
+        text = f"{type(error).__name__}: {error}"
+        self.history.happened("out-of-memory", device.uuid, key, text)
 
     def _moved_bytes(self, device: Device, nbytes: int, seconds: float, back: bool) -> None:
         ends = ("host", device.uuid) if back else (device.uuid, "host")

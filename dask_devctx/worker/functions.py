@@ -15,6 +15,8 @@ from dask_devctx.config.options import Options, rmm_options
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.on_device import on_device
 from dask_devctx.dask_internals.worker import wrapped_handler
+from dask_devctx.errors import DeviceFailedError
+from dask_devctx.worker.failures.guard import Guard
 from dask_devctx.worker.failures.monitor import Monitor
 
 _ONCE: Final = "functions of client.run run once"
@@ -39,14 +41,15 @@ def functions_of_clients(
             run = on_device(here)(run)
 
         async def run_monitored(comm: Any, *args: Any, **kwargs: Any) -> Any:
+            used = tuple(device for device in devices if device._handle)
+            if not used:
+                return await run(comm, *args, **kwargs)
             key = f"a function of client.run ({next(_numbers)})"
-            used = [device for device in devices if device._handle]
-            call = monitor.began_aside(key, used, _ONCE)
+            call = Guard(monitor, key, used, inside=False, once=_ONCE, is_method=True)
             try:
-                answer = await run(comm, *args, **kwargs)
-            finally:
-                error = monitor.ended_aside(call)
-            return answer if error is None else error_message(error)
+                return await call.run_coroutine(partial(run, comm, *args, **kwargs))
+            except DeviceFailedError as error:
+                return error_message(error)
 
         return run_monitored
 

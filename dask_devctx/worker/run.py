@@ -21,7 +21,6 @@ from dask_devctx.cuda.on_device import known_as_the_tasks
 from dask_devctx.cuda.scope import NothingCurrent, Restored, is_any_current
 from dask_devctx.dask_internals.tasks import TaskStandIn
 from dask_devctx.errors import DeviceFailedError, DeviceOutOfMemoryError
-from dask_devctx.worker.failures import guard
 from dask_devctx.worker.failures.guard import Guard
 from dask_devctx.worker.placement.admission import Claim
 from dask_devctx.worker.tracebacks import begins_with_the_task, of_the_task, place_of
@@ -143,10 +142,10 @@ class DeviceRun(_Run, Claim):
                 self.granted = there.set
                 self.runs.admission.submit(self)
                 there.wait()
-            steps = self._begin(inside=True)
+            call = self._begin(inside=True)
             if self.nbytes:
                 self._reserve()
-            result = guard.run(steps, functools.partial(self._call, data))
+            result = call.run(functools.partial(self._call, data))
         except BaseException as error:
             if isinstance(error, DeviceFailedError | DeviceOutOfMemoryError):
                 self._name_place(error)
@@ -180,7 +179,7 @@ class DeviceRun(_Run, Claim):
                 admission.release(self)
 
     async def _guarded_coroutine(self, data: Any) -> Any:
-        steps = self._begin(inside=False)
+        call = self._begin(inside=False)
         if self.nbytes:
             await asyncio.to_thread(self._reserve)
         device, nvtx = self.devices[0], self.runs.nvtx
@@ -195,17 +194,17 @@ class DeviceRun(_Run, Claim):
                     nvtx.end_range(range_id)
 
         try:
-            return await guard.run_coroutine(steps, body)
+            return await call.run_coroutine(body)
         except (DeviceFailedError, DeviceOutOfMemoryError) as error:
             self._name_place(error)
             raise
 
-    def _begin(self, *, inside: bool) -> guard.Steps:
-        """Return the steps around its call, which begins now."""
+    def _begin(self, *, inside: bool) -> Guard:
+        """Return the guard of its call, which begins now."""
         if self.void or (self.queued and self.ts.state == "cancelled"):
             raise Reschedule  # dask ignores this, unless the task was requested again just now
         self.began_at, self.thread = perf_counter(), get_ident()
-        self.guarded = Guard(
+        self.guarded = call = Guard(
             self.runs.monitor,
             self.key,
             self.devices,
@@ -215,7 +214,7 @@ class DeviceRun(_Run, Claim):
             once=self.once,
             is_cancelled=self.is_cancelled,
         )
-        return self.guarded.steps()
+        return call
 
     def _reserve(self) -> None:
         """Spill values of others, until the bytes that it reserves are free on its devices."""

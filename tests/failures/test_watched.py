@@ -182,7 +182,7 @@ async def test_a_worker_closes_at_once_although_a_coroutine_waits_for_a_watched_
 ) -> None:
     await client.register_plugin(DevicePlugin())
     calls = worker.plugins["devctx"].extension.monitor.calls
-    assert not list(calls.turn(Call("watched", (Device(0),)), 1, lambda: None))
+    assert calls.took_turn(Call("watched", (Device(0),)), alone=True)
     waiting = [client.submit(double_later, 1)]
     await async_poll_for(lambda: worker.state.executing_count, timeout=10)
     await asyncio.wait_for(worker.close(), 20)  # dask waits half a minute for its coroutines

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable
 from typing import Final
 
 from dask_devctx.cuda.device import Device
@@ -23,8 +23,8 @@ _WARN_EVERY_S: Final = 10.0
 # Other tasks wait this long for an isolated task, since that task may wait for one of them. In each
 # further isolated run of the task they wait ten times longer, so that tasks that take long can be
 # told apart, too.
-_PATIENCE_S: Final = 60.0
-_LONGER: Final = 10
+PATIENCE_S: Final = 60.0
+LONGER: Final = 10
 
 # A task and a device to which it gave work.
 Suspect = tuple[Hashable, Device]
@@ -33,24 +33,18 @@ Suspect = tuple[Hashable, Device]
 class Call:
     """A call of a task, of an actor's method, or of another function, on its devices."""
 
-    # Why it does not run again, while it runs and must not.
-    once = ""
+    once = ""  # why it does not run again, while it runs and must not
     # Whether no isolated task waits for its end: it is no task, or may wait for others itself.
     aside = False
     # While it has its turn to run alone: until when others wait for it, and the device that it has
     # for itself; None for an isolated run, which has all devices of the process.
     until = 0.0
     alone_on: Device | None = None
+    patience_s = PATIENCE_S  # how long it waits for others, and others for it
 
-    def __init__(
-        self, key: Hashable, devices: tuple[Device, ...], *, once: str = "", aside: bool = False
-    ) -> None:
+    def __init__(self, key: Hashable, devices: tuple[Device, ...]) -> None:
         self.key = key
         self.devices = devices
-        if once:
-            self.once = once
-        if aside:
-            self.aside = True
 
 
 class Calls:
@@ -69,10 +63,9 @@ class Calls:
     Thread-safe: a call is added to the sets, or taken out, in one step.
     """
 
-    def __init__(self, patience_s: float = _PATIENCE_S) -> None:
+    def __init__(self) -> None:
         self.running: set[Call] = set()
         self.turns: set[Call] = set()
-        self._patience_s = patience_s
         self.works = _Works(self)
         self._taking = threading.Lock()
         self._closed = False
@@ -96,25 +89,15 @@ class Calls:
 
     # -- calls that run alone
 
-    def turn(self, call: Call, run: int, check: Callable[[], None]) -> Iterator[None]:
-        """Yield until a call may begin: with a ``run`` above 0, alone on ``alone_on``."""
-        patience_s = self._patience_s * _LONGER ** (run - 1)
-        while not self._took_turn(call, run, patience_s):
-            check()
-            yield
-        until = time.monotonic() + patience_s
-        while run and not self._closed and self._others_run(call) and time.monotonic() < until:
-            check()
-            yield
-        check()
-        call.until = time.monotonic() + patience_s
-
-    def _took_turn(self, call: Call, run: int, patience_s: float) -> bool:
+    def took_turn(self, call: Call, alone: bool) -> bool:
+        """Return whether no other call holds it back; where it is to run alone, it holds others."""
         with self._taking:
+            if call in self.turns:
+                return True
             if self.holds_back(call):
                 return False
-            if run:
-                call.until = time.monotonic() + patience_s
+            if alone:
+                call.until = time.monotonic() + call.patience_s
                 self.turns.add(call)
             return True
 
@@ -127,9 +110,13 @@ class Calls:
             if one.key != call.key and (one.alone_on is None or one.alone_on in call.devices)
         )
 
-    def _others_run(self, call: Call) -> bool:
-        others = self.running_on(call.alone_on)
-        return any(one.key != call.key and not one.aside for one in others)
+    def has_to_wait(self, call: Call) -> bool:
+        """Return whether a call that has its turn still waits for others that run."""
+        return (
+            not self._closed
+            and time.monotonic() < call.until
+            and any(o.key != call.key and not o.aside for o in self.running_on(call.alone_on))
+        )
 
     def seceded(self, call: Call) -> None:
         """Give a call's turn to the next one, while the first continues: it may wait for others."""

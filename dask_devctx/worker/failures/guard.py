@@ -1,94 +1,37 @@
-"""The steps around a call on its devices: its turn, the checks of the devices, and its retries.
-
-The steps are one generator. :func:`run` does them around a function, on its thread;
-:func:`run_coroutine` around a coroutine, with the steps that wait on another thread.
-"""
+"""The steps around a call on its devices: its turn, the checks of the devices, and its retries."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Generator, Hashable
+from collections.abc import Awaitable, Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Final
 
 from distributed import Reschedule
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.cuda.out_of_memory import (
-    clear_frames,
-    is_out_of_memory,
-    requested_nbytes,
-)
+from dask_devctx.cuda.out_of_memory import clear_frames, is_out_of_memory
 from dask_devctx.dask_internals.tasks import rejoin_if_seceded
 from dask_devctx.driver import statuses
 from dask_devctx.errors import DriverError
-from dask_devctx.worker.failures.calls import Call
+from dask_devctx.worker.failures.calls import LONGER, PATIENCE_S, Call
 from dask_devctx.worker.failures.monitor import Monitor
-from dask_devctx.worker.failures.oom_retries import fits, portable
+from dask_devctx.worker.failures.oom_retries import portable
 from dask_devctx.worker.tracebacks import name_remedy, of_the_task
 
 _POLL_S: Final = 0.02  # many tasks may wait for their turn on one event loop
-
-# A step is one of these, or a function that may wait: its outcome, or its exception, comes back.
-CALL: Final = "the call itself: its exception, or None, comes back"
-PAUSE: Final = "a moment's wait for other tasks"
-
-Steps = Generator[Any, Any, BaseException | None]
-
-
-def run(steps: Steps, body: Callable[[], Any]) -> Any:
-    """Return what a function returns, called where the steps say, in its device's scope."""
-    result = found = error = None
-    try:
-        while True:
-            step, found = steps.send(found), None
-            try:
-                if step is CALL:
-                    result = body()
-                elif step is PAUSE:
-                    time.sleep(_POLL_S)
-                else:
-                    found = step()
-            except BaseException as raised:
-                found = raised
-    except StopIteration as end:
-        error = end.value
-    try:
-        if error is not None:
-            raise error
-        return result
-    finally:
-        del error, found  # a traceback holds this frame: make no cycle
-
-
-async def run_coroutine(steps: Steps, body: Callable[[], Awaitable[Any]]) -> Any:
-    """Return what a coroutine returns, awaited where the steps say; it enters its device itself."""
-    result = found = error = None
-    try:
-        while True:
-            step, found = steps.send(found), None
-            try:
-                if step is CALL:
-                    result = await body()
-                elif step is PAUSE:
-                    await asyncio.sleep(_POLL_S)
-                else:
-                    found = await asyncio.to_thread(step)
-            except BaseException as raised:
-                found = raised
-    except StopIteration as end:
-        error = end.value
-    try:
-        if error is not None:
-            raise error
-        return result
-    finally:
-        del error, found
+_CURRENT: Final = nullcontext()
 
 
 class Guard(Call):
-    """One guarded call of a task, or of an actor's method; :meth:`steps` are done once."""
+    """One guarded call of a task, or of an actor's method; it is made once, and tried again inside.
+
+    The call ends with ``DeviceFailedError`` if the device failed in it, or in one that does not run
+    again; with ``DeviceOutOfMemoryError`` if memory ran out, also in the last retry; with
+    ``Reschedule`` if it must run again elsewhere.
+    """
 
     def __init__(
         self,
@@ -106,27 +49,58 @@ class Guard(Call):
         self.key = key
         self.devices = devices
         self._monitor = monitor
-        self._device = devices[0]
-        self._work = monitor.calls.works[devices[0]]
         self._once = once  # why it does not run again after a device failed; "" if it may
-        self._inside = inside  # whether the device stays current around the call
+        # Whether this is a function, with its device current around it; else a coroutine function.
+        self._inside = inside
         self._movable = movable  # whether it may be tried on another device
         self._isolated = isolated  # the number of its isolated run; 0 for any other
+        if isolated:
+            self.patience_s = PATIENCE_S * LONGER ** (isolated - 1)
         self._is_method = is_method  # nobody waits for it, and it is not tried again
         self._is_cancelled = is_cancelled
         self._waits = (monitor.synchronize or bool(isolated)) and not is_method
 
-    def steps(self) -> Steps:
-        """Yield the steps; return the exception that the call ends with, or None.
+    def run(self, body: Callable[[], Any]) -> Any:
+        """Return what a function returns, called on this thread in its device's scope."""
+        try:
+            self._steps(body).send(None)  # nothing in it is awaited: see `_do` and `_pause`
+        except StopIteration as end:
+            result, error = end.value
+        if error is None:
+            return result
+        try:
+            raise error
+        finally:
+            del error  # a traceback holds this frame: make no cycle
 
-        It is ``DeviceFailedError`` if the device failed in this call, or in one that does not run
-        again; ``DeviceOutOfMemoryError`` if memory ran out, also in the last retry; ``Reschedule``
-        if it must run again elsewhere.
-        """
-        monitor, key, device = self._monitor, self.key, self._device
-        calls, retries, blame = monitor.calls, monitor.retries, monitor.blame
+    async def run_coroutine(self, body: Callable[[], Awaitable[Any]]) -> Any:
+        """Return what a coroutine returns; it enters its device itself, at each resume."""
+        result, error = await self._steps(body)
+        if error is None:
+            return result
+        try:
+            raise error
+        finally:
+            del error
+
+    async def _do(self, step: Callable[[], Any]) -> Any:
+        """Do what may wait for a device; an event loop goes on meanwhile."""
+        return step() if self._inside else await asyncio.to_thread(step)
+
+    async def _pause(self) -> None:
+        """Wait a moment for other tasks."""
+        if self._inside:
+            time.sleep(_POLL_S)
+        else:
+            await asyncio.sleep(_POLL_S)
+
+    async def _steps(self, body: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+        """Return the call's result, and the exception that it ends with or None."""
+        monitor, key, device = self._monitor, self.key, self.devices[0]
+        calls, retries = monitor.calls, monitor.retries
         outcome: BaseException | None = None
         raised: BaseException | None = None
+        result = None
         alone = False
         try:
             while True:
@@ -135,63 +109,92 @@ class Guard(Call):
                     alone = bool(retries.tried) and not self._is_method and retries.is_last(key)
                     if self._isolated or alone or (calls.turns and not self._is_method):
                         self.alone_on = None if self._isolated or not alone else device
-                        run = self._isolated or int(alone)
-                        for _ in calls.turn(self, run, self._refuse):
-                            _raise((yield PAUSE))
+                        await self._turn(bool(self._isolated) or alone)
                     if self._isolated:
-                        _raise((yield partial(monitor.drain, self)))
+                        await self._do(self._drain)
                     if alone:
-                        _raise((yield partial(retries.clear, device)))
+                        await self._do(partial(retries.clear, device))
                     if not self._begin():
                         continue
-                    outcome = raised = yield CALL
-                    outcome = self._after(raised)
-                    if self._waits and not self._inside and outcome is None:
-                        outcome = yield partial(self._checked_outside, None, wait=True)
-                except BaseException as found:
-                    outcome = found
-                if outcome is None and blame.failure is not None:
-                    outcome = blame.error_of(key)
+                    try:
+                        result = body()
+                        if not self._inside:
+                            result = await result
+                    except BaseException as error:
+                        raised = error
+                    outcome = await self._after(raised)
+                except BaseException as error:
+                    outcome = error
+                if outcome is None and monitor.failure is not None:
+                    outcome = monitor.error_of(key)
                 self.once = ""
-                if outcome is not None:
-                    outcome = self._blamed(outcome)
+                if isinstance(outcome, DriverError) and outcome.code in statuses.STICKY:
+                    outcome = self._blamed(device, outcome, outcome)
                 if self._isolated or alone:
                     calls.turns.discard(self)
                 if outcome is None:
                     if retries.tried:
                         retries.forget(key)
-                    return None
-                if isinstance(outcome, Exception) and blame.failure is None:
-                    if self._is_method:
-                        outcome = retries.of_a_method(key, device, outcome)
-                    else:
-                        make = partial(retries.make_room, key, self._movable, device, outcome)
-                        outcome = (yield make) if is_out_of_memory(outcome) else make()
-                        del make
-                        if outcome is None:
-                            _raise((yield rejoin_if_seceded))
-                            continue
+                    return result, None
+                if monitor.failure is not None:
+                    if self._is_method and isinstance(outcome, Reschedule):
+                        outcome = monitor.failure.error_of_one_that_runs_once(self._once)
+                elif isinstance(outcome, Exception):
+                    make = partial(
+                        retries.make_room,
+                        *(key, self.devices, outcome),
+                        movable=self._movable,
+                        again=not self._is_method,
+                    )
+                    outcome = await self._do(make) if is_out_of_memory(outcome) else make()
+                    del make
+                    if outcome is None:
+                        await self._do(rejoin_if_seceded)
+                        continue
                 if outcome is raised and raised is not None:
                     name_remedy(raised)
                 else:
                     outcome.__context__ = None  # its cause says the same, and is sent to the client
-                return outcome
+                return None, outcome
         finally:
-            del outcome, raised  # a traceback holds this frame: make no cycle
+            del outcome, raised, result  # a traceback holds this frame: make no cycle
+
+    # -- before the call
+
+    async def _turn(self, alone: bool) -> None:
+        """Wait until the call may begin, and where it is to run alone, for others to end."""
+        calls = self._monitor.calls
+        while not calls.took_turn(self, alone) or (alone and calls.has_to_wait(self)):
+            self._refuse()
+            await self._pause()
+        self._refuse()
+        self.until = time.monotonic() + self.patience_s
 
     def _refuse(self) -> None:
         """Raise if it may not begin: the devices failed, or dask needs it no more."""
         # dask ignores this of a cancelled task, unless it was requested again just now.
-        if self._monitor.blame.failure is not None or self._is_cancelled():
+        if self._monitor.failure is not None or self._is_cancelled():
             raise Reschedule
+
+    def _drain(self) -> None:
+        """Wait for the work of other tasks on all devices: a later failure is not theirs."""
+        calls = self._monitor.calls
+        left = (work.device for work in calls.all_work() if work.left)
+        for device in dict.fromkeys((self.devices[0], *left)):
+            try:
+                with device:
+                    calls.works[device].wait()
+            except DriverError as found:
+                if statuses.failed(found.code):  # the task itself meets any other error
+                    raise self._monitor.noticed(self, device, found, began=False) from found
 
     def _begin(self) -> bool:
         """Count the call, check its device, and enter it if the call is ``inside``.
 
         False if another task was given its turn meanwhile: this call has to wait.
         """
-        monitor, device, calls = self._monitor, self._device, self._monitor.calls
-        if monitor.blame.failure is not None:
+        monitor, device, calls = self._monitor, self.devices[0], self._monitor.calls
+        if monitor.failure is not None:
             raise Reschedule
         self.aside, entered = self._is_method, False
         calls.running.add(self)
@@ -202,7 +205,7 @@ class Guard(Call):
             device.__enter__()
             entered = True
             if not self._waits:
-                self._work.look(mark=False)
+                calls.works[device].look(mark=False)
             if not self._inside:
                 entered = False
                 device.__exit__(None, None, None)
@@ -214,95 +217,58 @@ class Guard(Call):
             if isinstance(error, DriverError) and (
                 statuses.failed(error.code) if entered else error.code in statuses.STICKY
             ):
-                raise monitor.blame.noticed(self, device, error, began=False) from error
+                raise monitor.noticed(self, device, error, began=False) from error
             raise
         self.once = self._once
         return True
 
-    def _after(self, error: BaseException | None) -> BaseException | None:
+    # -- after the call
+
+    async def _after(self, error: BaseException | None) -> BaseException | None:
         """Return the outcome of a call that returned or raised ``error``; leave its device."""
-        monitor, outcome = self._monitor, error
+        calls, outcome = self._monitor.calls, error
         if error is not None and is_out_of_memory(error):
             clear_frames(error)  # others may wait for its end, and for its memory
-        monitor.calls.running.discard(self)
-        self._work.ended(self.key)
-        others = self.devices[1:]
-        for device in others:
-            monitor.calls.works[device].ended(self.key)
+        calls.running.discard(self)
+        for device in self.devices:
+            calls.works[device].ended(self.key)
         try:
             if error is None or isinstance(error, Exception):
-                for device in others:
-                    self._check_other(device, error)
-                if self._inside:
-                    try:
-                        self._work.check(self.key, wait=self._waits)
-                    except DriverError as found:
-                        outcome = self._found(found, error)
-                elif error is not None or monitor.blame.failure is None:
-                    outcome = self._checked_outside(error, wait=False)
+                if self._waits and not self._inside:
+                    outcome = await asyncio.to_thread(self._checked, error)
                 else:
-                    outcome = monitor.blame.error_of(self.key) or Reschedule()
+                    outcome = self._checked(error)
         except BaseException as found:
             outcome = found
         if self._inside:
             try:
-                self._device.__exit__(None if outcome is None else type(outcome), outcome, None)
+                kind = None if outcome is None else type(outcome)
+                self.devices[0].__exit__(kind, outcome, None)
             except BaseException as found:
                 outcome = found
         return outcome
 
-    def _checked_outside(self, error: Exception | None, *, wait: bool) -> Exception | None:
-        """Check the device, which is not current; return the exception that the call ends with."""
-        try:
-            with self._device:
-                self._work.check(self.key, wait=wait)
-        except DriverError as found:
-            return self._found(found, error)
+    def _checked(self, error: Exception | None) -> Exception | None:
+        """Check the devices; return the exception that the call ends with."""
+        monitor, current = self._monitor, self._inside
+        for device in self.devices:
+            scope: AbstractContextManager[Any] = _CURRENT if current else device
+            current = False
+            try:
+                with scope:
+                    monitor.calls.works[device].check(self.key, wait=self._waits)
+            except DriverError as found:
+                if statuses.failed(found.code):
+                    return self._blamed(device, found, error or found)
+                if error is None:
+                    error = found
+                else:
+                    error.add_note(f"After it, {device} was found unwell: {found}")
         return error
 
-    def _check_other(self, device: Device, error: Exception | None) -> None:
-        """Check one of the other devices; the call is blamed as if its first had failed."""
-        monitor = self._monitor
-        try:
-            with device:
-                wait = self._waits and self._inside and error is None
-                monitor.calls.works[device].check(self.key, wait=wait)
-        except DriverError as found:
-            if found.code in statuses.STICKY:
-                return  # all devices report it: the call finds it on its first device
-            if statuses.failed(found.code):
-                blamed = monitor.blame.noticed(self, device, found)
-                blamed.__cause__ = portable(error or found)
-                raise blamed from blamed.__cause__
-            if error is None:
-                raise
-            error.add_note(f"After it, {device} was found unwell: {found}")
-            return
-        if error is not None and is_out_of_memory(error) and fits(requested_nbytes(error), device):
-            monitor.retries.free(device)  # the call is tried again
-
-    def _found(self, found: DriverError, error: Exception | None) -> Exception:
-        if statuses.failed(found.code):
-            blamed = self._monitor.blame.noticed(self, self._device, found)
-            cause = error or found
-            blamed.__traceback__ = cause.__traceback__ = of_the_task(cause)
-            blamed.__cause__ = portable(cause)
-            return blamed
-        if error is None:
-            return found
-        error.add_note(f"After it, {self._device} was found unwell: {found}")
-        return error
-
-    def _blamed(self, error: BaseException) -> BaseException:
-        """Return what a call ends with that raised ``error``, or in which a device failed."""
-        if isinstance(error, DriverError) and error.code in statuses.STICKY:
-            error = self._found(error, None)
-        failure = self._monitor.blame.failure
-        if self._is_method and failure is not None and isinstance(error, Reschedule):
-            return failure.error_of_one_that_runs_once(self._once)
-        return error
-
-
-def _raise(found: object) -> None:
-    if isinstance(found, BaseException):
-        raise found
+    def _blamed(self, device: Device, found: DriverError, cause: Exception) -> Exception:
+        """Return the exception of a call that noticed a failure."""
+        blamed = self._monitor.noticed(self, device, found)
+        blamed.__traceback__ = cause.__traceback__ = of_the_task(cause)
+        blamed.__cause__ = portable(cause)
+        return blamed

@@ -1,69 +1,85 @@
-"""The monitor of a worker's devices: their health, and the tasks that may have harmed it."""
+"""The monitor of a worker's devices: their health, and which tasks err when one has failed."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
+from distributed import Reschedule
 from tornado.ioloop import PeriodicCallback
 
+from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver import statuses
 from dask_devctx.errors import DevctxError, DeviceFailedError, DriverError
-from dask_devctx.worker.failures.attribution import Blame, Failure
 from dask_devctx.worker.failures.calls import Call, Calls, Work
 from dask_devctx.worker.failures.oom_retries import Retries
 
 logger = logging.getLogger(__name__)
 
-_LOOK_INTERVAL_MS = 1000
+_LOOK_INTERVAL_MS: Final = 1000
+_UNMARKED: Final = "the scheduler lacks dask-devctx, so that no task can be watched in its next run"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A failure that ended the use of the devices in this process."""
+
+    error: DeviceFailedError
+    # The error of each task and method that errs with it, the suspects, and the tasks that run
+    # again although they cannot have caused it. `marks`: whether the scheduler marks the suspects.
+    errors: Mapping[Hashable, DeviceFailedError] = field(default_factory=dict)
+    suspects: tuple[Hashable, ...] = ()
+    bystanders: tuple[Hashable, ...] = ()
+    marks: bool = True
+
+    def error_of_one_that_runs_once(self, why: str) -> DeviceFailedError:
+        """Return the error of a call that did not begin, and does not run elsewhere."""
+        return DeviceFailedError(*[*self.error.args[:-1], why])
 
 
 class Monitor:
-    """Monitors the devices of one worker while tasks use them.
+    """Monitors the devices of one worker while tasks use them, and decides once who errs.
+
+    A task errs with a device's failure if it is the one suspect, or if it does not run again. All
+    others run again. The suspects are watched then: each runs alone, so that the guilty task is the
+    one suspect. A suspect that counts as done is no exception: dask runs it again if its result is
+    needed, since the result was lost with the worker.
 
     Each call of a task or method has a :class:`~dask_devctx.worker.failures.guard.Guard`.
     """
 
-    metric: Final = "devctx-failures"
-
     def __init__(
         self,
         devices: Sequence[Device],
+        retries: Retries,
         *,
         synchronize: bool,
-        oom_retries: int,
         on_failure: Callable[[Failure], None],
-        marks: Callable[[], bool] = lambda: True,
+        marks: Callable[[], bool],
     ) -> None:
+        self.failure: Failure | None = None
+        self.retries = retries
         self.synchronize = synchronize
-        self._devices = tuple(devices)
-        self.retries = Retries(devices, oom_retries)
         self.calls = Calls()
-        self.blame = Blame(self.calls, on_failure, marks)
+        self._devices = tuple(devices)
+        self._on_failure = on_failure
+        # Whether the scheduler marks suspects, so that they are watched when they run again. If
+        # not, the task that notices a failure errs, so that no task runs without end.
+        self._marks = marks
+        self._lock = threading.Lock()
         self._looking = PeriodicCallback(self._look_at_used, _LOOK_INTERVAL_MS)
         self._looking.start()
 
-    def metrics(self, worker: object) -> dict[str, dict[str, int]]:
-        """Return how often a context was left behind and memory ran out, by device."""
-        left, out_of_memory = self._counts()
-        return {
-            "left-behind": {str(device): n for device, n in left.items()},
-            "out-of-memory": {str(device): n for device, n in out_of_memory.items()},
-        }
+    def close(self) -> None:
+        """Release the monitor's resources; running calls are monitored to their end."""
+        self._looking.stop()
+        self.calls.close()
 
-    def failures(self) -> dict[str, dict[str, int]]:
-        """Return the same by the devices' UUIDs."""
-        kinds = "context-left-behind", "out-of-memory"
-        return {
-            kind: {device.uuid: n for device, n in counts.items()}
-            for kind, counts in zip(kinds, self._counts(), strict=True)
-        }
-
-    def _counts(self) -> tuple[dict[Device, int], dict[Device, int]]:
-        left = {one.device: one.left_behind for one in self.calls.all_work() if one.left_behind}
-        return left, dict(self.retries.counted)
+    # -- health
 
     def _look_at_used(self) -> None:
         for work in self.calls.all_work():
@@ -73,9 +89,9 @@ class Monitor:
     def has_failed(self) -> bool:
         """Look at the devices in use; return whether one has failed, so that the worker ends."""
         for device in self._devices:
-            if device._handle and self.blame.failure is None:
+            if device._handle and self.failure is None:
                 self._look(self.calls.works[device])
-        return self.blame.failure is not None
+        return self.failure is not None
 
     def _look(self, work: Work) -> None:
         try:
@@ -83,44 +99,74 @@ class Monitor:
                 work.look(mark=True)
         except DriverError as error:
             if statuses.failed(error.code):
-                self.blame.noticed_between(work.device, error)
+                self.noticed_between(work.device, error)
         except DevctxError as error:
             logger.debug("the progress of %s is unknown: %s", work.device, error)
 
-    def drain(self, call: Call) -> None:
-        """Wait for the work of other tasks on all devices: a later failure is not theirs."""
-        left = (work.device for work in self.calls.all_work() if work.left)
-        for device in dict.fromkeys((call.devices[0], *left)):
-            try:
-                with device:
-                    self.calls.works[device].wait()
-            except DriverError as found:
-                if statuses.failed(found.code):  # the task itself meets any other error
-                    raise self.blame.noticed(call, device, found, began=False) from found
+    # -- a failure
 
-    def began_aside(self, key: Hashable, devices: Sequence[Device], once: str) -> Call:
-        """Count a call that is no task and may use several devices."""
-        call = Call(key, tuple(devices), once=once, aside=True)
-        if devices:
-            self.calls.running.add(call)
-        return call
+    def error_of(self, key: Hashable) -> DeviceFailedError | None:
+        """Return the error of a task that errs with the failure; None for any other task."""
+        return None if self.failure is None else self.failure.errors.get(key)
 
-    def ended_aside(self, call: Call) -> DeviceFailedError | None:
-        """Check the devices after such a call; return the error for its caller."""
-        self.calls.running.discard(call)
-        works = [self.calls.works[device] for device in call.devices]
-        for work in works:
-            work.ended(call.key)
-        for work in works:
-            try:
-                with work.device:
-                    work.check(call.key, wait=False)
-            except DriverError as found:
-                if statuses.failed(found.code):
-                    self.blame.noticed(call, work.device, found)
-        return self.blame.error_of(call.key)
+    def noticed(
+        self, call: Call, device: Device, found: DriverError, *, began: bool = True
+    ) -> DeviceFailedError | Reschedule:
+        """Return the exception for a call that noticed a failure."""
+        failure = self._note(call, device, found, began)
+        return failure.errors.get(call.key) or Reschedule()
 
-    def close(self) -> None:
-        """Release the monitor's resources; running calls are monitored to their end."""
-        self._looking.stop()
-        self.calls.close()
+    def noticed_between(self, device: Device, found: DriverError) -> None:
+        """Note a failure that no call noticed, such as one during a transfer."""
+        self._note(None, device, found, False)
+
+    def _note(self, who: Call | None, device: Device, found: DriverError, began: bool) -> Failure:
+        with self._lock:
+            if self.failure is None:
+                failure = self._decided(who, device, found, began)
+                self._on_failure(failure)  # first, so that tasks are marked before they run again
+                self.failure = failure
+            return self.failure
+
+    def _decided(
+        self, who: Call | None, device: Device, found: DriverError, began: bool
+    ) -> Failure:
+        lost = discovery.is_lost(device._backend, device.info)
+        # Only a device's own tasks notice that it is gone.
+        only = None if found.code in statuses.STICKY else device
+        first = [who] if who is not None and began else []
+        running = [*first, *self.calls.running_on(only)]
+        hardware = lost or found.code in statuses.HARDWARE
+        # A task may have several devices, and is a suspect on each of them.
+        places: dict[Hashable, list[str]] = {}
+        if not hardware:
+            noticed = [(one.key, device) for one in first]
+            for key, on in dict.fromkeys([*noticed, *self.calls.suspects(only)]):
+                places.setdefault(key, []).append(str(on))
+        named = [f"{key} on {' and '.join(sorted(on))}" for key, on in places.items()]
+        keys = tuple(places)
+        sole = keys[0] if len(keys) == 1 else None
+
+        def error(not_again: str = "") -> DeviceFailedError:
+            return DeviceFailedError(
+                str(device),
+                device.uuid,
+                found.status,
+                found.code,
+                named,
+                lost,
+                sole is not None and self.calls.is_isolated(sole),
+                not_again,
+            )
+
+        marks = self._marks()
+        errors = {one.key: error(one.once) for one in running if one.once}
+        if any(one.key == sole for one in running):
+            errors.setdefault(sole, error())
+        own = None if who is None else who.key
+        if not (marks or hardware) and own is not None and (began or not {*keys} - {own}):
+            errors.setdefault(own, error(_UNMARKED))
+        beside = dict.fromkeys([own, *(one.key for one in running)])
+        beside.pop(None, None)
+        bystanders = tuple(key for key in beside if key not in keys)
+        return Failure(error(), errors, keys, bystanders, marks)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Final, NamedTuple, Protocol
 
 from distributed import Reschedule
 from distributed.protocol.pickle import dumps, loads
@@ -20,46 +20,65 @@ logger = logging.getLogger(__name__)
 
 # A task that ran out of memory is remembered until it is done on this worker. A task that moved to
 # another worker is never done here, so the oldest tasks are forgotten beyond this number.
-_REMEMBERED_RETRIES = 10_000
+_REMEMBERED: Final = 10_000
 
-# The limit of a device in bytes, None without one, and the bytes that could not leave, by reason.
-Stock = tuple[int | None, Mapping[str, int]]
+
+class Room(Protocol):
+    """What a worker can do about a device's memory."""
+
+    def free(self, device: Device) -> int:
+        """Free what no task uses of copies, values and staging memory; return the bytes."""
+
+    def wait_for_all(self, device: Device) -> None:
+        """Wait for copies and values that are under way, where a task has a device for itself."""
+
+    def stock(self, error: BaseException, device: Device) -> tuple[int | None, Mapping[str, int]]:
+        """Return a device's limit, and the bytes that could not leave at an error, by reason."""
+
+    def noted(self, key: Hashable, device: Device, error: Exception) -> None:
+        """Called before a task is tried again."""
+
+
+class _Tried(NamedTuple):
+    """How often a task ran out of memory, and where it is tried next."""
+
+    attempts: int = 0
+    # Whether the device has as many bytes as it asked for last: else nothing that is freed helps.
+    fits: bool = False
+    next_device: Device | None = None
+
+
+_NEVER: Final = _Tried()
 
 
 class Retries:
     """The tasks of one worker that ran out of a device's memory."""
 
-    def __init__(self, devices: Sequence[Device], most: int) -> None:
+    def __init__(self, devices: Sequence[Device], most: int, room: Room) -> None:
         self.counted: Counter[Device] = Counter()
-        # How often each task ran out of memory, and whether the device has as many bytes as it
-        # asked for last: if not, nothing that is freed helps it.
-        self.tried: OrderedDict[Hashable, tuple[int, bool]] = OrderedDict()
-        # Frees the copies of other devices' values on a device; returns their bytes.
-        self.drop_replicas: Callable[[Device], int] = lambda device: 0
-        # Frees all that is not in use on a device that a task has for itself.
-        self.clear: Callable[[Device], object] = lambda device: None
-        # Returns a device's limit, and the bytes that could not leave at an error, by reason.
-        self.stock: Callable[[BaseException, Device], Stock] = lambda error, device: (None, {})
-        self.on_retry: Callable[[Hashable, Device, Exception], object] = lambda *given: None
+        self.tried: OrderedDict[Hashable, _Tried] = OrderedDict()
         self._devices = tuple(devices)
         self._most = most
+        self._room = room
         self._lock = threading.Lock()
-        self._next_device: OrderedDict[Hashable, Device] = OrderedDict()
 
     def redirect(self, key: Hashable) -> Device | None:
-        """Return, once, the device for a task's next attempt; None for any device."""
-        if not self._next_device:  # called for each task
-            return None
-        with self._lock:
-            return self._next_device.pop(key, None)
+        """Return the device for a task's next attempt; None for any device."""
+        return self.tried.get(key, _NEVER).next_device if self.tried else None
 
     def is_last(self, key: Hashable) -> bool:
         """Return whether a task ran out of memory as often as it may: it runs alone once more."""
-        attempts, is_fit = self.tried.get(key, (0, False))
-        return is_fit and 0 < self._most <= attempts
+        tried = self.tried.get(key, _NEVER)
+        return tried.fits and 0 < self._most <= tried.attempts
 
     def make_room(
-        self, key: Hashable, movable: bool, device: Device, error: Exception
+        self,
+        key: Hashable,
+        devices: Sequence[Device],
+        error: Exception,
+        *,
+        movable: bool = False,
+        again: bool = True,
     ) -> Exception | None:
         """Free memory for a task that ran out of it; return the exception to raise.
 
@@ -70,68 +89,53 @@ class Retries:
             if not isinstance(error, Reschedule):
                 self.forget(key)
             return error
-        requested = requested_nbytes(error)
+        requested, device = requested_nbytes(error), devices[0]
+        attempts = self.tried.get(key, _NEVER).attempts + 1 if again else 1
+        fitting = [one for one in devices if _fits(requested, one)]
+        dropped = sum(map(self._free, fitting))
         with self._lock:
             self.counted[device] += 1
-            attempts, is_fit = self.tried.pop(key, (0, True))[0] + 1, fits(requested, device)
-            self.tried[key] = attempts, is_fit
-            _forget_the_oldest(self.tried)
-        replicas = self.free(device) if is_fit else 0
-        if attempts > self._most:
+        if not again or attempts > self._most:
             self.forget(key)
-            return self._failure(device, error, requested, replicas, attempts)
-        self.on_retry(key, device, error)
+            free, total = _memory_info(device)
+            failure = DeviceOutOfMemoryError(
+                str(device),
+                device.uuid,
+                requested,
+                free,
+                total,
+                discovery.processes(device._backend, device.info),
+                dropped,
+                attempts,
+                *self._room.stock(error, device),
+            )
+            failure.__cause__ = portable(error)
+            if not again:
+                failure.add_note(
+                    "A method of an actor is not tried again: it may have changed the actor's state"
+                )
+            return failure
+        self._room.noted(key, device, error)
+        # For another device, the task goes through the scheduler, so that it runs on that device's
+        # own threads and its inputs move there as for any task.
         best = self._most_free(device) if movable else device
         logger.info("%r ran out of memory on %s; trying it again on %s", key, device, best)
-        if best is device:
-            return None
-        # The task goes through the scheduler, so that it runs on the other device's own threads and
-        # its inputs move there as for any task.
         with self._lock:
-            self._next_device[key] = best
-            _forget_the_oldest(self._next_device)
+            self.tried[key] = _Tried(attempts, device in fitting, best)
+            self.tried.move_to_end(key)
+            if len(self.tried) > _REMEMBERED:
+                self.tried.popitem(last=False)
         elsewhere: Exception = Reschedule()
-        return elsewhere
+        return None if best is device else elsewhere
 
-    def of_a_method(self, key: Hashable, device: Device, error: Exception) -> Exception:
-        """Return the exception of an actor's method, which is not tried again."""
-        if not is_out_of_memory(error):
-            return error
-        with self._lock:
-            self.counted[device] += 1
-        requested = requested_nbytes(error)
-        failure = self._failure(device, error, requested, self.free(device), 1)
-        failure.add_note(
-            "A method of an actor is not tried again: it may have changed the actor's state"
-        )
-        return failure
+    def clear(self, device: Device) -> None:
+        """Free all that is not in use on a device that a task has for itself."""
+        self._room.wait_for_all(device)
+        self._free(device)
 
-    def _failure(
-        self,
-        device: Device,
-        error: Exception,
-        requested: int | None,
-        replicas: int,
-        attempts: int,
-    ) -> DeviceOutOfMemoryError:
-        free, total = _memory_info(device)
-        failure = DeviceOutOfMemoryError(
-            str(device),
-            device.uuid,
-            requested,
-            free,
-            total,
-            discovery.processes(device._backend, device.info),
-            replicas,
-            attempts,
-            *self.stock(error, device),
-        )
-        failure.__cause__ = portable(error)
-        return failure
-
-    def free(self, device: Device) -> int:
+    def _free(self, device: Device) -> int:
         """Free all memory of a device that is not in use; return the bytes of dropped copies."""
-        dropped = self.drop_replicas(device)
+        dropped = self._room.free(device)
         try:
             with device:
                 release_caches()
@@ -151,15 +155,10 @@ class Retries:
                 self.tried.pop(key, None)
 
 
-def fits(requested: int | None, device: Device) -> bool:
+def _fits(requested: int | None, device: Device) -> bool:
     """Return whether a device has so much memory at all; else it is freed in vain."""
-    _, total = _memory_info(device)
+    total = _memory_info(device)[1]
     return requested is None or total is None or requested <= total
-
-
-def _forget_the_oldest(remembered: OrderedDict[Hashable, Any]) -> None:
-    while len(remembered) > _REMEMBERED_RETRIES:
-        remembered.popitem(last=False)
 
 
 def portable(error: BaseException) -> BaseException:
@@ -174,12 +173,9 @@ def portable(error: BaseException) -> BaseException:
 def _memory_info(device: Device) -> tuple[int | None, int | None]:
     """Return free and total bytes, each None if unknown; this makes no context."""
     try:
-        return discovery.memory_info(device._backend, device.info) or _by_driver(device)
+        if device._handle:
+            return device.memory_info
+        unknown = None, device.info.total_memory
+        return discovery.memory_info(device._backend, device.info) or unknown
     except DevctxError:
         return None, None
-
-
-def _by_driver(device: Device) -> tuple[int | None, int | None]:
-    if not device._handle:
-        return None, device.info.total_memory
-    return device.memory_info

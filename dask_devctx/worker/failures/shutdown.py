@@ -15,7 +15,9 @@ from distributed.core import Status
 from dask_devctx.annotations import runs_once
 from dask_devctx.dask_internals import tasks
 from dask_devctx.dask_internals import worker as internals
-from dask_devctx.worker.failures.attribution import Failure, confirm, tell_scheduler
+from dask_devctx.scheduler import messages
+from dask_devctx.scheduler.messages import ACTION, FAILED, PROTOCOL, TOPIC
+from dask_devctx.worker.failures.monitor import Failure
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ def begin_the_end(
     its way.
     """
     internals.answer_for_good(worker, "get_data", _refuse)  # others may ask before the loop runs
-    tell_scheduler(worker, failure)
+    _tell(worker, failure)
     worker.loop.add_callback(end_failed_worker, worker, failure, answered)
 
 
@@ -75,7 +77,7 @@ async def end_failed_worker(
     if worker.status in _ENDING:
         logger.warning("While the worker closes: %s", error)
         if failure.marks and worker.status is Status.closing:
-            await _bounded(confirm(worker, failure), "name its suspects to the scheduler")
+            await _bounded(_confirm(worker, failure), "name its suspects to the scheduler")
         return
     logger.error("%s", error)
     # Not "paused": the worker would resume by itself when it has enough memory.
@@ -86,7 +88,7 @@ async def end_failed_worker(
         last_resort.daemon = True
         last_resort.start()
     if failure.marks:
-        await _bounded(confirm(worker, failure), "name its suspects to the scheduler")
+        await _bounded(_confirm(worker, failure), "name its suspects to the scheduler")
     reported = await _bounded(_reported(worker, failure.errors), "see a task's error reported")
     if not reported:
         for key, task_error in failure.errors.items():
@@ -109,6 +111,44 @@ async def end_failed_worker(
         "(dask worker --nanny, LocalDeviceCluster(processes=True))"
     )
     await worker.close(nanny=False, executor_wait=False, reason=str(error))
+
+
+def _tell(worker: Worker, failure: Failure) -> None:
+    """Tell the scheduler which tasks may have broken a worker's devices; on any thread.
+
+    An event goes the same way as the tasks' outcomes: if this is called before a task raises, the
+    mark is there before the task runs again. A scheduler without this package only stores the
+    event.
+    """
+    try:
+        worker.log_event(TOPIC, {"action": ACTION, **_message(failure)})
+    except Exception as error:  # the worker ends in any case
+        logger.warning("the scheduler was not told which tasks to watch: %r", error)
+
+
+async def _confirm(worker: Worker, failure: Failure) -> None:
+    """Wait until the scheduler knows which tasks may have broken a worker's devices.
+
+    dask computes the results of a worker again as soon as the worker has left. The worker leaves by
+    a message that may overtake the event. So this tells the scheduler again, and waits for the
+    answer.
+    """
+    told = getattr(worker.scheduler, FAILED)
+    answer = await told(address=worker.contact_address, **_message(failure))
+    if answer != "OK":
+        raise RuntimeError(f"the scheduler answers {FAILED} with {answer!r}")
+
+
+def _message(failure: Failure) -> dict[str, object]:
+    told = messages.Failure(
+        failure.error.uuid,
+        str(failure.error),
+        failure.error.args,
+        failure.suspects,
+        failure.bystanders,
+        list(failure.errors),
+    )
+    return {"protocol": PROTOCOL, **told._asdict()}
 
 
 async def _reported(worker: Worker, keys: Collection[Hashable]) -> None:

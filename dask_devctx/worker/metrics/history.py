@@ -99,10 +99,6 @@ class History:
         end = start + seconds
         self.copies.append((source, destination, nbytes, start, end, transport, values, timed))
 
-    def tried_again(self, key: Hashable, device: Device, error: Exception) -> None:
-        """Note a task that ran out of a device's memory; on any thread."""
-        self.happened("out-of-memory", device.uuid, key, f"{type(error).__name__}: {error}")
-
     def happened(
         self, what: str, uuid: str | None = None, key: Hashable = None, text: str = ""
     ) -> None:

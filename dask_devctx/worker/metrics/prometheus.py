@@ -103,6 +103,7 @@ def _sums() -> dict[str, Counter[tuple[str, ...]]]:
             for name in ("busy", "occupied"):
                 sums[f"{name}_seconds"][(uuid,)] += row[f"{name}_s"]
             sums["spilled_bytes"][(uuid,)] += row["spilled_nbytes"]
+            sums["failures"][uuid, "out-of-memory"] += row["out_of_memory"]
             for why in ("slot", "inputs", "memory"):
                 sums["waiting_seconds"][uuid, why] += row[f"{why}_s"]
             for state in ("running", "queued"):
@@ -119,7 +120,6 @@ def _sums() -> dict[str, Counter[tuple[str, ...]]]:
             ends = row["source"], row["destination"], row["transport"]
             sums["transfer_bytes"][ends] += row["nbytes"]
             sums["transfers"][ends] += row["copies"]
-        for kind, by_device in monitor.failures().items():
-            for uuid, count in by_device.items():
-                sums["failures"][uuid, kind] += count
+        for work in monitor.calls.all_work():
+            sums["failures"][work.device.uuid, "context-left-behind"] += work.left_behind
     return sums
