@@ -178,7 +178,7 @@ class TaskThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
 
     def submit_task(
         self, claim: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Future[Any] | asyncio.Future[Any]:
+    ) -> asyncio.Future[Any]:
         """Run a task of dask's as soon as its claim is granted."""
         raise NotImplementedError
 
@@ -201,10 +201,16 @@ class TaskThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
     def seceding(self) -> None:
         """Called on a thread that secedes, before another takes its place."""
 
+    def started(self, thread: threading.Thread) -> None:
+        """Called for each new thread."""
+
     def _adjust_thread_count(self) -> None:
         if has_seceded():  # dask calls this on the thread that secedes
             self.seceding()
+        before = set(self._threads)
         super()._adjust_thread_count()
+        for thread in self._threads - before:
+            self.started(thread)
 
     def let_back_in(self) -> bool:
         """Let the threads that wait to rejoin continue; return whether there were any."""

@@ -105,18 +105,18 @@ class DeviceState:
         """Return the next call for this thread; None to end it."""
         with self.changed:
             if not self.ready:
-                if self.is_ended and not self._is_waited_for():
+                if self.is_ended and not any(
+                    one.waits and one.devices[0] is self.device for _, _, one in self.waiting
+                ):
                     return None
                 self.changed.wait(timeout)
                 if not self.ready:
                     raise queue.Empty
             call = self.ready.popleft()
-            if call.claim is not None:
-                self.running[threading.get_ident()] = call.claim
+            claim = getattr(call, "claim", None)  # others than tasks have none
+            if claim is not None:
+                self.running[threading.get_ident()] = claim
             return call
-
-    def _is_waited_for(self) -> bool:
-        return any(c.waits and c.devices[0] is self.device for _, _, c in self.waiting)
 
     def left(self) -> None:
         """Release what this thread's task has: it seceded, and may do so again."""
@@ -124,12 +124,6 @@ class DeviceState:
         if claim is not None:
             self.admission.release(claim)
             claim.seceded()
-
-    def over(self) -> None:
-        """Release what this thread's task had."""
-        claim = self.running.pop(threading.get_ident(), None)
-        if claim is not None and claim.held:
-            self.admission.release(claim)
 
 
 class Admission:
@@ -173,7 +167,7 @@ class Admission:
         with self.lock:
             if claim.waits:
                 claim.void = True
-                self._end_wait(claim)
+                self._end_wait(claim, ())
                 self._look(claim)
 
     def release(self, claim: Claim) -> None:
@@ -191,18 +185,10 @@ class Admission:
                 claim.released()
             self._look(claim)
 
-    # -- what reports ask
-
-    @property
-    def idle(self) -> bool:
-        """Whether no claim waits or holds anything."""
-        with self.lock:
-            return not any(q.holding or _count_of(q) for q in self.states.values())
-
     def waiting_for(self, device: Device) -> int:
         """Return how many tasks wait for a device."""
         with self.lock:
-            return _count_of(self.states[device]) if device in self.states else 0
+            return sum(claim.waits for _, _, claim in self.states[device].waiting)
 
     # -- decisions, with the lock held
 
@@ -220,11 +206,7 @@ class Admission:
                     heappop(waiting)
                 elif first.share <= one.free and first.nbytes <= one.free_nbytes:
                     heappop(waiting)
-                    first.held = True  # as above: each that waits here has this device only
-                    one.holding.append(first)
-                    one.free -= first.share
-                    one.free_nbytes -= first.nbytes
-                    self._end_wait(first)
+                    self._end_wait(first, (one,))
                 else:
                     break
 
@@ -244,19 +226,20 @@ class Admission:
                 break
             if not (claim.waits and waited_for.isdisjoint(claim.devices)):
                 continue
-            free = [self.states[device] for device in claim.devices]
-            if all(claim.share <= one.free and claim.nbytes <= one.free_nbytes for one in free):
-                claim.held = True
-                for one in free:
-                    one.holding.append(claim)
-                    one.free -= claim.share
-                    one.free_nbytes -= claim.nbytes
-                self._end_wait(claim)
+            states = [self.states[device] for device in claim.devices]
+            if all(claim.share <= one.free and claim.nbytes <= one.free_nbytes for one in states):
+                self._end_wait(claim, states)
             else:
                 waited_for.update(claim.devices)
 
-    def _end_wait(self, claim: Claim) -> None:
+    def _end_wait(self, claim: Claim, taken: Sequence[DeviceState]) -> None:
+        """Let a claim's call begin, which has its part of some devices now."""
         claim.waits = False
+        for one in taken:
+            claim.held = True
+            one.holding.append(claim)
+            one.free -= claim.share
+            one.free_nbytes -= claim.nbytes
         if len(claim.devices) > 1:
             self._several -= 1
         if claim.granted is not None:
@@ -266,11 +249,4 @@ class Admission:
         first.ready.append(claim.call)
         first.changed.notify()
         if len(first.ready) + len(first.running) > first.threads:
-            self._grow(first)
-
-    def _grow(self, one: DeviceState) -> None:
-        one.grow(len(one.ready) + sum(claim.held for claim in one.running.values()))
-
-
-def _count_of(one: DeviceState) -> int:
-    return sum(claim.waits for _, _, claim in one.waiting)
+            first.grow(len(first.ready) + sum(one.held for one in first.running.values()))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from time import monotonic
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from dask_devctx import driver
 from dask_devctx.annotations import ANY_DEVICE, Request, not_an_annotation
@@ -26,6 +26,9 @@ from dask_devctx.worker.placement.policy import (
     start_soonest,
 )
 
+if TYPE_CHECKING:
+    from dask_devctx.worker.values.value import Value
+
 # The weight of a new measurement against the known duration of a prefix.
 _NEW_DURATION_WEIGHT: Final = 0.5
 # How long a reading of the devices' free memory is used: each takes microseconds.
@@ -33,18 +36,6 @@ _MEMORY_AGE_S: Final = 0.5
 # The least duration that is expected of a task whose prefix was never measured. It is so long that
 # no task waits for it only to avoid a copy of its inputs.
 _UNKNOWN_S: Final = 10 * RELUCTANCE_S
-
-
-class Located(Protocol):
-    """The place of a value."""
-
-    @property
-    def nbytes(self) -> Mapping[Device, int]:
-        """The bytes of the value on each device; empty for a value on the host."""
-
-    @property
-    def copies(self) -> Collection[Device]:
-        """The devices that have a copy of it."""
 
 
 class Placement:
@@ -69,7 +60,7 @@ class Placement:
         self._memory_read_at = float("-inf")
 
     def place(
-        self, request: Request, inputs: Sequence[Located] = (), next_device: Device | None = None
+        self, request: Request, inputs: Sequence[Value] = (), next_device: Device | None = None
     ) -> tuple[Device, ...]:
         """Return the devices that a task runs on; ``inputs`` are read only if there is a choice."""
         if request is ANY_DEVICE:
@@ -127,7 +118,7 @@ class Placement:
 
     # -- any device
 
-    def _candidates(self, inputs: Sequence[Located], devices: Sequence[Device]) -> list[Candidate]:
+    def _candidates(self, inputs: Sequence[Value], devices: Sequence[Device]) -> list[Candidate]:
         """Return the state of the devices that a task could get a part of."""
         self._read_memory()
         moves, move_nbytes = self._moves(inputs)
@@ -154,7 +145,7 @@ class Placement:
                 found = discovery.memory_info(driver.backend(), state.device.info)
                 state.free_memory = None if found is None else found[0]
 
-    def _moves(self, inputs: Iterable[Located]) -> tuple[dict[Device, int], dict[Device, int]]:
+    def _moves(self, inputs: Iterable[Value]) -> tuple[dict[Device, int], dict[Device, int]]:
         """Return how many of the inputs each device lacks, and their bytes."""
         moves, nbytes = dict.fromkeys(self._states, 0), dict.fromkeys(self._states, 0)
         for one in inputs:
@@ -173,7 +164,7 @@ class Placement:
 
     # -- several devices, and devices by name
 
-    def _any_group(self, request: Request, inputs: Sequence[Located]) -> tuple[Device, ...]:
+    def _any_group(self, request: Request, inputs: Sequence[Value]) -> tuple[Device, ...]:
         if request.number is None:
             return self.devices
         if request.number > len(self.devices):
@@ -185,8 +176,7 @@ class Placement:
         candidates = self._candidates(inputs, usable)
         if request.number == 1:
             return (choose(self._policy, candidates),)
-        located = [(one.nbytes, frozenset(one.copies)) for one in inputs]
-        return choose_group(candidates, request.number, located)
+        return choose_group(candidates, request.number)
 
     def _check_limits(self, request: Request, group: Sequence[Device]) -> None:
         nbytes = request.nbytes or 0

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import traceback
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from dask.utils import funcname
@@ -22,10 +21,6 @@ RELUCTANCE_S = 0.01
 # The memory that a context and the libraries on it take before any data: with less, a device is
 # full.
 FULL_NBYTES = 512 * 2**20
-
-
-# The bytes of one input on each device, and the devices that have a copy.
-Location = tuple[Mapping[Device, int], frozenset[Device]]
 
 
 class Candidate(NamedTuple):
@@ -85,6 +80,20 @@ def start_soonest(candidates: Sequence[Candidate]) -> Candidate:
     >>> start_soonest([near, far]) is near  # 20 ms of moving against 10 of waiting
     True
     """
+    return _in_order(candidates)[0]
+
+
+def choose_group(candidates: Sequence[Candidate], count: int) -> tuple[Device, ...]:
+    """Return the devices where a task of several devices would start soonest.
+
+    The one with most bytes of its inputs comes first.
+    """
+    best = {one.device for one in _in_order(candidates)[:count]}
+    group = [one for one in candidates if one.device in best]
+    return tuple(one.device for one in sorted(group, key=attrgetter("move_nbytes")))
+
+
+def _in_order(candidates: Sequence[Candidate]) -> list[Candidate]:
     moving_s = [c.moves * COPY_S + c.move_nbytes / LINK_BYTES_PER_S for c in candidates]
     far_s = min(moving_s) + COPY_S / 2  # at least one copy more than for the nearest device
 
@@ -94,28 +103,7 @@ def start_soonest(candidates: Sequence[Candidate]) -> Candidate:
         reluctance_s = RELUCTANCE_S if one.waits and moving_s[which] > far_s else 0.0
         return full, one.busy_s + moving_s[which] + reluctance_s, one.queued, -one.since
 
-    return candidates[min(range(len(candidates)), key=cost)]
-
-
-def choose_group(
-    candidates: Sequence[Candidate], count: int, inputs: Iterable[Location]
-) -> tuple[Device, ...]:
-    """Return the devices where a task of several devices would start soonest.
-
-    The bytes of its inputs that are on a device count as the time of their copy. Among equal
-    devices, the one that has waited longest for a task wins.
-    """
-    there: Counter[Device] = Counter()
-    for parts, copies in inputs:
-        there.update(parts)
-        there.update({device: sum(parts.values()) for device in copies - parts.keys()})
-
-    def cost(one: Candidate) -> tuple[float, int, int]:
-        return one.busy_s - there[one.device] / LINK_BYTES_PER_S, one.queued, -one.since
-
-    best = {one.device for one in sorted(candidates, key=cost)[:count]}
-    order = [one.device for one in candidates if one.device in best]
-    return tuple(sorted(order, key=there.__getitem__, reverse=True))
+    return [candidates[which] for which in sorted(range(len(candidates)), key=cost)]
 
 
 def choose(policy: Policy, candidates: Sequence[Candidate]) -> Device:
@@ -123,8 +111,7 @@ def choose(policy: Policy, candidates: Sequence[Candidate]) -> Device:
     try:
         chosen = policy(candidates)
     except Exception as error:
-        name, place = funcname(policy), _place(error)
-        error.add_note(f"It comes from the placement policy {name}, policy=..., {place}")
+        error.add_note(f"It comes from the placement policy {funcname(policy)}, policy=...")
         raise
     if not isinstance(chosen, Candidate) or chosen not in candidates:
         raise TypeError(
@@ -132,13 +119,3 @@ def choose(policy: Policy, candidates: Sequence[Candidate]) -> Device:
             f"given, and not its device or another value; got {chosen!r}"
         )
     return chosen.device
-
-
-def _place(error: Exception) -> str:
-    """Return the line of a policy on which an error was raised, or that called what raised it."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # without the call of the policy
-    own = [frame for frame in frames if frame.filename == frames[0].filename]
-    if not own:
-        return "which is not written in Python"
-    text = f": {own[-1].line}" if own[-1].line else ""
-    return f"{own[-1].filename}, line {own[-1].lineno}{text}"

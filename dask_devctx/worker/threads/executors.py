@@ -47,38 +47,33 @@ class DeviceThreadPoolExecutor(TaskThreadPoolExecutor):
         super().__init__(name, threads, queue)
         self._queue = queue
         self._cpus = cpus
-        self._near = threading.local()
-        self._outcomes = _Outcomes()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._outcomes: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
+        self._woken = False
         queue.threads, queue.grow = threads, self.grow_to
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Run a call before all waiting tasks."""
-        future: Future[Any] = Future()
-        call = _Call(partial(fn, *args, **kwargs), None, self, future)
-        if not self.give(self._queue.put, call):
-            # The pool is shut down. A thread that rejoins calls this too: it continues at once.
+        future: Future[Any]
+        try:
+            future = super().submit(fn, *args, **kwargs)
+        except RuntimeError:  # the pool is shut down. A thread that rejoins calls this too
             if not self.let_back_in():
-                raise _shut_down()
+                raise
+            future = Future()
             future.set_result(None)
         return future
 
     def submit_task(
         self, claim: Claim, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Future[Any] | asyncio.Future[Any]:
-        """Run a task of dask's as soon as its claim is granted."""
-        loop = asyncio._get_running_loop()
-        outcomes = self._outcomes
-        if outcomes.loop is None:
-            outcomes.loop = loop
-        future: Future[Any] | asyncio.Future[Any]
-        if loop is None or loop is not outcomes.loop:
-            future, kind = Future(), _Call
-        else:
-            future, kind = _Outcome(loop=loop), _LoopCall
-            future.take = threading.Lock().acquire
-        claim.call = kind(partial(fn, *args, **kwargs), claim, self, future)
+    ) -> asyncio.Future[Any]:
+        """Run a task of the running event loop's as soon as its claim is granted."""
+        self._loop = loop = asyncio.get_running_loop()
+        future = _Outcome(loop=loop)
+        future.take = threading.Lock().acquire
+        claim.call = _Call(partial(fn, *args, **kwargs), claim, self, future)
         if not self.give(self._queue.admission.submit, claim):
-            raise _shut_down()
+            raise RuntimeError("cannot schedule new futures after shutdown")
         return future
 
     def grow_to(self, threads: int) -> None:
@@ -89,15 +84,38 @@ class DeviceThreadPoolExecutor(TaskThreadPoolExecutor):
     def seceding(self) -> None:
         self._queue.left()
 
-    def keep_near(self) -> None:
-        """Let the calling thread run on the device's CPUs only, if the system allows that."""
-        if self._cpus and not getattr(self._near, "done", False):
-            self._near.done = True
+    def started(self, thread: threading.Thread) -> None:
+        """Let a new thread run on the device's CPUs only, if the system allows that."""
+        if self._cpus:
             try:
-                os.sched_setaffinity(0, self._cpus)
+                os.sched_setaffinity(thread.native_id or 0, self._cpus)
             except OSError as error:  # EINVAL: a batch system has taken these CPUs away meanwhile
                 cpus = sorted(self._cpus)
                 logger.info("a device's thread is not bound to the CPUs %s: %s", cpus, error)
+
+    # -- the outcomes of tasks, from their threads to the event loop that submitted them
+
+    def put_outcome(
+        self, future: asyncio.Future[Any], result: Any, error: BaseException | None
+    ) -> None:
+        """Add an outcome; called on a device's thread."""
+        self._outcomes.append((future, result, error))
+        if not self._woken:
+            self._woken = True
+            assert self._loop is not None
+            with suppress(RuntimeError):  # the loop is closed, so no caller waits
+                self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._woken = False  # first: an outcome that is added from now on wakes the loop again
+        while self._outcomes:
+            future, result, error = self._outcomes.popleft()
+            if future.done():  # cancelled
+                continue
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
 
 
 @contextmanager
@@ -127,10 +145,6 @@ def device_threads(
         yield pools
 
 
-def _shut_down() -> RuntimeError:
-    return RuntimeError("cannot schedule new futures after shutdown")
-
-
 def near_cpus(cpus: frozenset[int] | None) -> frozenset[int] | None:
     """Return the CPUs near a device that this process may use; None for no restriction."""
     if not cpus or not hasattr(os, "sched_setaffinity"):
@@ -138,70 +152,6 @@ def near_cpus(cpus: frozenset[int] | None) -> frozenset[int] | None:
     usable = frozenset(os.sched_getaffinity(0))
     near = cpus & usable
     return near if near and near != usable else None
-
-
-class _Outcomes:
-    """Brings the outcomes of tasks from their threads to the event loop that submitted them."""
-
-    def __init__(self) -> None:
-        self.loop: asyncio.AbstractEventLoop | None = None  # the first that submits a task
-        self._waiting: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
-        self._woken = False
-
-    def put(self, future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-        """Add an outcome; called on a device's thread."""
-        self._waiting.append((future, result, error))
-        if not self._woken:
-            self._woken = True
-            assert self.loop is not None
-            with suppress(RuntimeError):  # the loop is closed, so no caller waits
-                self.loop.call_soon_threadsafe(self._deliver)
-
-    def _deliver(self) -> None:
-        self._woken = False  # first: an outcome that is added from now on wakes the loop again
-        while self._waiting:
-            future, result, error = self._waiting.popleft()
-            if future.done():  # cancelled
-                continue
-            if error is None:
-                future.set_result(result)
-            else:
-                future.set_exception(error)
-
-
-class _Call:
-    """A call with a future for which any thread may wait."""
-
-    __slots__ = ("claim", "fn", "future", "pool")
-
-    def __init__(
-        self,
-        fn: Callable[[], Any],
-        claim: Claim | None,
-        pool: DeviceThreadPoolExecutor,
-        future: Any,
-    ) -> None:
-        self.fn = fn
-        self.claim = claim
-        self.pool = pool
-        self.future = future
-
-    def run(self) -> None:
-        future: Future[Any] = self.future
-        if not future.set_running_or_notify_cancel():
-            self.pool._queue.over()
-            return
-        try:
-            self.pool.keep_near()
-            result = self.fn()
-        except BaseException as error:
-            self.pool._queue.over()
-            future.set_exception(error)
-        else:
-            self.pool._queue.over()
-            future.set_result(result)
-        if self.claim is not None:
-            self.claim.call = None  # it has the task's inputs
 
 
 class _Outcome(asyncio.Future[Any]):
@@ -221,32 +171,39 @@ class _Outcome(asyncio.Future[Any]):
         return True
 
 
-class _LoopCall(_Call):
-    """A call with a future for which an event loop waits."""
+class _Call:
+    """The call of a task, for which an event loop waits."""
 
-    __slots__ = ()
+    __slots__ = ("claim", "fn", "future", "pool")
+
+    def __init__(
+        self,
+        fn: Callable[[], Any],
+        claim: Claim,
+        pool: DeviceThreadPoolExecutor,
+        future: _Outcome,
+    ) -> None:
+        self.fn = fn
+        self.claim = claim
+        self.pool = pool
+        self.future = future
 
     def run(self) -> None:
-        pool = self.pool
-        if not self.future.take(False):
-            pool._queue.over()
-            return
-        if pool._cpus:
-            pool.keep_near()
-        result, error = None, None
-        try:
-            result = self.fn()
-        except BaseException as raised:
-            error = raised
-        failed = error_in(result)
-        if failed is not None:  # dask's frames make a cycle, which would keep the task's arrays
-            clear_frames(failed)
+        claim, pool, result, error = self.claim, self.pool, None, None
+        if runs := self.future.take(False):
+            try:
+                result = self.fn()
+            except BaseException as raised:
+                error = raised
+            failed = error_in(result)
+            if failed is not None:  # dask's frames make a cycle, which would keep the task's arrays
+                clear_frames(failed)
+            del failed
         # First: a task that waits for this slot starts before the loop wakes.
-        claim, state = self.claim, pool._queue
-        state.running.pop(threading.get_ident(), None)
-        if claim is not None:
-            if claim.held:
-                state.admission.release(claim)
-            claim.call = None  # it has the task's inputs
-        pool._outcomes.put(self.future, result, error)
-        del self, result, error, failed  # the error's frames know this one
+        pool._queue.running.pop(threading.get_ident(), None)
+        if claim.held:
+            pool._queue.admission.release(claim)
+        claim.call = None  # it has the task's inputs
+        if runs:
+            pool.put_outcome(self.future, result, error)
+        del self, claim, result, error  # the error's frames know this one

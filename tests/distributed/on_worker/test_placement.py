@@ -176,8 +176,7 @@ async def test_the_line_of_a_policy_that_raises_is_shown(client: Any) -> None:
     assert frames[0].name == "_misspelled"
     assert "one.queud" in str(frames[-1].line)
     (note,) = error.__notes__
-    assert f"policy _misspelled, policy=..., {__file__}, line " in note
-    assert ": return min(candidates, key=lambda one: one.queud)" in note
+    assert note == "It comes from the placement policy _misspelled, policy=..."
     assert "AttributeError: 'Candidate' object has no attribute 'queud'" in str(
         await report(client)
     )
@@ -265,7 +264,7 @@ def test_all_start_and_no_device_is_over_its_slots(
             line.end(chance.choice(line.held))
             started += 1
     assert started == len(specs)
-    assert line.admission.idle
+    assert not any(one.holding for one in line.admission.states.values())
 
 
 def test_several_devices_are_reserved_for_the_first_in_line() -> None:

@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -96,7 +96,11 @@ def nobody_waits() -> Iterator[None]:
 
 async def nothing_held(worker: Any) -> None:
     admission = worker.plugins["devctx"].extension.admission
-    await async_poll_for(lambda: admission.idle, timeout=10)
+    states = admission.states.values()
+    await async_poll_for(
+        lambda: not any(one.holding or admission.waiting_for(one.device) for one in states),
+        timeout=10,
+    )
 
 
 # -- the annotations
@@ -430,16 +434,14 @@ async def test_a_worker_closes_while_claims_wait(
 # -- the choice of devices
 
 
-def candidates(*busy_s: float) -> list[Candidate]:
-    return [
-        Candidate(Device(n), queued=int(s > 0), busy_s=s, move_nbytes=0, since=n)
+def chosen(count: int, *busy_s: float, have: Sequence[int] = ()) -> list[int]:
+    """Return the ordinals of the devices for a task with inputs of n + 1 GiB on some devices n."""
+    total = sum(n + 1 for n in have)
+    candidates = [
+        Candidate(Device(n), int(s > 0), s, (total - (n + 1) * (n in have)) * GIB, n)
         for n, s in enumerate(busy_s)
     ]
-
-
-def chosen(count: int, *busy_s: float, inputs: Any = ()) -> list[int]:
-    group = choose_group(candidates(*busy_s), count, inputs)
-    return [device.device_id for device in group]
+    return [device.device_id for device in choose_group(candidates, count)]
 
 
 def test_those_that_are_free_soonest() -> None:
@@ -449,8 +451,6 @@ def test_those_that_are_free_soonest() -> None:
 
 @pytest.mark.parametrize("have", [[2, 3], [3, 1]])
 def test_those_that_hold_the_inputs(have: list[int]) -> None:
-    places = {Device(n): (n + 1) * GIB for n in have}
-    group = chosen(2, 0, 0, 0, 0, inputs=[(places, frozenset())])
-    assert group == sorted(have, reverse=True)  # the most bytes come first
-    far = chosen(2, 0, 0, 10, 10, inputs=[(places, frozenset())])
+    assert chosen(2, 0, 0, 0, 0, have=have) == sorted(have, reverse=True)  # the most bytes first
+    far = chosen(2, 0, 0, 10, 10, have=have)
     assert far == ([0, 1] if have == [2, 3] else [1, 0])
