@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from html import escape
 from textwrap import wrap
 from typing import Any, Final
@@ -214,11 +214,7 @@ async def _report(client: Client) -> Report:
     workers = {w: one is not None for w, one in answers if w not in silent}
     found = [(w, one) for w, one in answers if workers.get(w)]
     failures: Any = await client.run_on_scheduler(_of_scheduler)
-    tasks = [
-        _task(run, w, one.get("more", {}).get(n, ()))
-        for w, one in found
-        for n, run in enumerate(one["runs"])
-    ]
+    tasks = [task for w, one in found for task in _tasks(one["runs"], w)]
     tasks.sort(key=lambda task: task.start or 0.0)
     devices = [
         ReportedDevice(**known(DeviceCounts, row), worker=w, worker_name=one["name"])
@@ -239,10 +235,18 @@ async def _report(client: Client) -> Report:
     )
 
 
-def _task(run: Sequence[Any], worker: str, more: Sequence[int]) -> ReportedTask:
-    first = run[TaskRun.__slots__.index("device_id")]  # a row may lack its last fields
-    own: Any = {"worker": worker, "device_ids": () if first is None else (first, *more)}
-    return ReportedTask(*run, **own)
+def _tasks(rows: Sequence[Sequence[Any]], worker: str) -> list[ReportedTask]:
+    """Return a worker's tasks; one of several devices has a row for each, one after the other."""
+    tasks: list[ReportedTask] = []
+    for row in rows:
+        run = TaskRun(*row)
+        here = () if run.device_id is None else (run.device_id,)
+        if not run.nth:
+            own: Any = {"worker": worker, "device_ids": here}
+            tasks.append(ReportedTask(*row, **own))
+        elif tasks and tasks[-1].key == run.key:  # else the row of its first device was dropped
+            tasks[-1] = replace(tasks[-1], device_ids=(*tasks[-1].device_ids, *here))
+    return tasks
 
 
 def _of_scheduler(dask_scheduler: Scheduler) -> Any:

@@ -154,7 +154,8 @@ class DeviceHistory:
     def failed(self, worker: str, failure: Failure) -> None:
         """Keep the failure of a worker's devices: the worker ends before it is asked."""
         self._known(worker)
-        self._keep(worker, Incident(ACTION, time(), failure.device, text=failure.error[:_TEXT]))
+        text = str(failure.error)[:_TEXT]
+        self._keep(worker, Incident(ACTION, time(), failure.error.uuid, text=text))
 
     # -- collecting
 

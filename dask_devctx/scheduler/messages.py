@@ -7,10 +7,12 @@ it refuses another number.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+from dask_devctx.errors import DeviceFailedError
 
 # Raise it whenever the content of a message or of a row of the history changes.
-PROTOCOL: Final = 5
+PROTOCOL: Final = 6
 # The handlers that workers call on the scheduler.
 ANNOUNCE: Final = "devctx_announce"
 REFUSE: Final = "devctx_refuse"
@@ -19,7 +21,7 @@ CLAIM: Final = "devctx_claim"
 # All blocks of a P2P rechunk are kept: the tasks that make its output may run.
 RECHUNK: Final = "devctx_rechunk"
 # A worker's devices failed: the message, and the topic and the action of an event that says the
-# same; see :mod:`dask_devctx.worker.failures.attribution`.
+# same; see :mod:`dask_devctx.worker.failures.shutdown`.
 FAILED: Final = "devctx_device_failed"
 TOPIC: Final = "devctx"
 ACTION: Final = "device-failed"
@@ -34,12 +36,24 @@ ANSWER_LIMIT: Final = 5_000
 class Failure(NamedTuple):
     """A failure of a worker's devices: the fields of its :class:`~dask_devctx.DeviceFailedError`.
 
-    ``suspects`` may have caused it, ``bystanders`` run again too, and ``erred`` err with it.
+    ``suspects`` may have caused it, ``bystanders`` run again too, and ``erred`` err with it: each
+    is a key, and why its task does not run again or "".
     """
 
-    device: str
-    error: str
-    fields: Sequence[object]
+    fields: Sequence[Any]
     suspects: Sequence[Hashable]
     bystanders: Sequence[Hashable]
-    erred: Sequence[Hashable]
+    erred: Sequence[tuple[Hashable, str]]
+
+    @property
+    def error(self) -> DeviceFailedError:
+        """The error, of no task in particular."""
+        return DeviceFailedError(*self.fields)
+
+    def error_for(self, not_again: str) -> DeviceFailedError:
+        """Return the error of a task that does not run again, for a reason or as its cause."""
+        return DeviceFailedError(*[*self.fields[:-1], not_again])
+
+    def error_of(self, key: Hashable) -> DeviceFailedError | None:
+        """Return the error of a task that errs with the failure; None for any other task."""
+        return next((self.error_for(why) for one, why in self.erred if one == key), None)

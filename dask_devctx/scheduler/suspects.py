@@ -54,13 +54,13 @@ class SuspectTasks:
             return  # the event and the message say the same
         self.failed_workers[worker] = tuple(failure.fields)
         self.latest.append((worker, time(), self.failed_workers[worker]))
-        again, once, gone = [], [], []
+        again, once, gone, erred = [], [], [], dict(failure.erred)
         for key in dict.fromkeys((*failure.suspects, *failure.bystanders)):
             ts = self._scheduler.tasks.get(key)
             if ts is None:
-                if key not in failure.erred:  # calls that are no tasks err at once
+                if key not in erred:  # calls that are no tasks err at once
                     gone.append(key)
-            elif key in failure.erred:  # it may have retries
+            elif key in erred:  # it may have retries
                 self._watch(ts, counted=False)
             elif why := self._why_not(ts, suspected=key in failure.suspects):
                 self._refuse(ts, failure.fields, why)
@@ -74,7 +74,7 @@ class SuspectTasks:
                 self._refuse(ts, failure.fields, _LOST)
                 once.append(ts.key)
         said = (
-            ("Tasks that err", failure.erred),
+            ("Tasks that err", erred),
             ("Tasks that run again, watched", again),
             (_NOT_AGAIN, once),
             ("Suspects that do not run again, as nobody needs their results", gone),

@@ -137,7 +137,7 @@ class _OnDevices:
             self._key,
             self._devices,
             inside=inside,
-            once=_METHODS_RUN_ONCE,
+            not_again=_METHODS_RUN_ONCE,
             is_method=True,
         )
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Hashable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from distributed import Worker
 
@@ -20,12 +20,13 @@ from dask_devctx.dask_internals.connections import unpickled_later
 from dask_devctx.dask_internals.shuffles import rechunking
 from dask_devctx.dask_internals.worker import metric
 from dask_devctx.errors import counted
+from dask_devctx.scheduler.messages import Failure
 from dask_devctx.scheduler.rows import TRAFFIC
 from dask_devctx.transfer.traffic import TrafficCounts
 from dask_devctx.worker.actors import DeviceActors
 from dask_devctx.worker.allocators import allocating
 from dask_devctx.worker.comms import in_place_of_the_first, landing_on, serialization
-from dask_devctx.worker.failures.monitor import Failure, Monitor
+from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.oom_retries import Retries
 from dask_devctx.worker.failures.shutdown import begin_the_end
 from dask_devctx.worker.functions import functions_of_clients
@@ -51,9 +52,6 @@ from dask_devctx.worker.values.use import register_nodes
 
 # A child of dask's own: it is a line of the worker's log as dask's own are.
 _of_worker = logging.getLogger("distributed.worker.dask_devctx")
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class DeviceExtension:
@@ -83,49 +81,41 @@ class DeviceExtension:
             self.placement = Placement(self.admission, options.policy or start_soonest)
             unannotated: Unannotated = "leave" if self.failure else options.unannotated
             self.history = steps.enter_context(remembering(worker, used, history))
-            self.record = Record(worker, self.admission, self.history, history)
+            self.record = Record(worker, self.admission, self.history, history, self._counts)
             steps.enter_context(self.record.in_heartbeats())
-            self.monitor = steps.enter_context(
-                _opened(
-                    Monitor,
-                    used,
-                    Retries(used, options.oom_retries, self),
-                    synchronize=options.synchronize,
-                    on_failure=self._on_failure,
-                    marks=partial(has_routing, worker),
-                )
+            self.monitor = Monitor(
+                used,
+                Retries(used, options.oom_retries, self),
+                synchronize=options.synchronize,
+                on_failure=self._on_failure,
+                marks=partial(has_routing, worker),
             )
-            self.record.retried = self.monitor.retries.counted
+            steps.callback(self.monitor.close)
             register_nodes()
             traffic = self.traffic = TrafficCounts()
             traffic.on_copy, self.history.refresh = self.history.copied, traffic.measure
             steps.enter_context(metric(worker, TRAFFIC, lambda worker: traffic.rows()))
             if options.move_inputs:
-                copies = self.copies = steps.enter_context(
-                    _opened(Copies, options.replica_limit, traffic)
-                )
+                copies = self.copies = Copies(options.replica_limit, traffic)
+                steps.callback(copies.close)
                 copies.holds_back = self.monitor.calls.is_alone_on
-                self.record.memory["copies"] = copies.nbytes
             serialization.register()
             steps.enter_context(unpickled_later(worker, is_out_of_memory))
             rechunks = Rechunks(worker, used, lambda: self.store, self.copies)
             steps.enter_context(rechunking(worker, rechunks))
-            self.peers = steps.enter_context(
-                _opened(
-                    PeerTransfers,
-                    worker,
-                    used,
-                    lambda: self.store,
-                    traffic,
-                    staging=options.ipc_staging,
-                    limits=self.limits,
-                    use=options.ipc,
-                    make_room=self._make_room,
-                    on_failure=self.monitor.noticed_between,
-                    has_failed=self.monitor.has_failed,
-                )
+            self.peers = PeerTransfers(
+                worker,
+                used,
+                lambda: self.store,
+                traffic,
+                staging=options.ipc_staging,
+                limits=self.limits,
+                use=options.ipc,
+                make_room=self._make_room,
+                on_failure=self.monitor.noticed_between,
+                has_failed=self.monitor.has_failed,
             )
-            self.record.memory["staging"] = self.peers.staging_nbytes
+            steps.callback(self.peers.close)
             steps.enter_context(exposed(self.record, self.monitor, traffic.rows))
             if used:
                 self.store = steps.enter_context(
@@ -139,11 +129,7 @@ class DeviceExtension:
                         on_failure=self.monitor.noticed_between,
                     )
                 )
-                spill = self.store.spill
-                spill.stagings = self.peers.stagings
-                if spill.accounts:
-                    for name in COUNTS:
-                        self.record.memory[name] = partial(spill.count, name)
+                self.store.spill.stagings = self.peers.stagings
             self.runs = Runs(
                 worker,
                 self.placement,
@@ -209,6 +195,18 @@ class DeviceExtension:
         """Return the tasks that ran on each device, and the transfers, as plain data."""
         return {**self.record.report(), "transfers": self.traffic.rows()}
 
+    def _counts(self, device: Device) -> dict[str, int | None]:
+        """Return the counts of a device that its tasks' record does not have."""
+        counts: dict[str, int | None] = {
+            "out_of_memory": self.monitor.retries.counted[device],
+            "staging": self.peers.staging_nbytes(device),
+        }
+        if self.copies is not None:
+            counts["copies"] = self.copies.nbytes(device)
+        if self.store is not None and self.store.spill.accounts:
+            counts |= {name: self.store.spill.count(name, device) for name in COUNTS}
+        return counts
+
     def _make_room(self, device: Device) -> int:
         """Drop copies and spill values of a device that has no memory left; return the bytes."""
         return 0 if self.store is None else self.store.spill.clear(device)
@@ -243,10 +241,3 @@ class DeviceExtension:
     def _on_failure(self, failure: Failure) -> None:
         """End the worker; called on the thread of the task that noticed the failure."""
         begin_the_end(self._worker, failure, self._actors.answered)
-
-
-@contextmanager
-def _opened(kind: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
-    """Make an object, and close it at the end."""
-    with closing(kind(*args, **kwargs)) as made:  # type: ignore[type-var]
-        yield made

@@ -45,7 +45,7 @@ def functions_of_clients(
             if not used:
                 return await run(comm, *args, **kwargs)
             key = f"a function of client.run ({next(_numbers)})"
-            call = Guard(monitor, key, used, inside=False, once=_ONCE, is_method=True)
+            call = Guard(monitor, key, used, inside=False, not_again=_ONCE, is_method=True)
             try:
                 return await call.run_coroutine(partial(run, comm, *args, **kwargs))
             except DeviceFailedError as error:

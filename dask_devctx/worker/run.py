@@ -211,7 +211,7 @@ class DeviceRun(_Run, Claim):
             inside=inside,
             movable=not self.asked_for,
             isolated=self.isolated,
-            once=self.once,
+            not_again=self.once,
             is_cancelled=self.is_cancelled,
         )
         return call

@@ -13,13 +13,12 @@ from typing import Final
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver import statuses
 from dask_devctx.driver.relaxed import RelaxedCapture
-from dask_devctx.errors import DevctxError, DriverError, counted
+from dask_devctx.errors import DevctxError, DriverError
 
 logger = logging.getLogger(__name__)
 
 # The number of tasks that are remembered for a device whose driver never reports their work done.
 _REMEMBERED: Final = 64
-_WARN_EVERY_S: Final = 10.0
 # Other tasks wait this long for an isolated task, since that task may wait for one of them. In each
 # further isolated run of the task they wait ten times longer, so that tasks that take long can be
 # told apart, too.
@@ -155,9 +154,7 @@ class Work:
         self._ended = 0
         self._event = 0
         self._marked: int | None = None  # how many tasks had ended when the event was recorded
-        self._looking = False  # one thread at a time: there is one event
-        self._closed = False
-        self._warned_at = -_WARN_EVERY_S
+        self._looking = threading.Lock()  # held while the event is in use, and after the end
 
     def ended(self, key: Hashable) -> None:
         """Count a task that returned: its work may still be running on the device."""
@@ -197,17 +194,11 @@ class Work:
         mark are cleared: their work succeeded. The event is recorded again after the device reached
         it.
         """
-        calls, marked = self.device._backend.calls.work, self._marked
-        if marked is None and not mark:
+        calls = self.device._backend.calls.work
+        if (self._marked is None and not mark) or not self._looking.acquire(blocking=False):
             calls.look()
             return
-        with self._lock:
-            alone = not (self._closed or self._looking)
-            if alone:
-                self._looking, ended, marked = True, self._ended, self._marked
-        if not alone:
-            calls.look()
-            return
+        ended, marked = self._ended, self._marked
         # Recording an event on the whole context ends a graph capture of another thread.
         mark = mark and not (self._calls.running and self._calls.running_on(self.device))
         query = marked is not None
@@ -232,36 +223,30 @@ class Work:
             logger.debug("the progress of %s is unknown: %s", self.device, error)
             calls.look()
         finally:
-            self._looking = False
+            self._looking.release()
 
     def _note_left_behind(self, key: Hashable) -> None:
         with self._lock:
             self.left_behind += 1
-        now = time.monotonic()
-        if now - self._warned_at >= _WARN_EVERY_S:
-            self._warned_at = now
+        if self.left_behind == 1:
             logger.warning(
-                "the task %r changed the current CUDA context on %s and did not restore it (seen "
-                "%s on this device). It did no harm: the earlier context was restored. "
-                "'with Device(n):' restores the context by itself",
-                *(key, self.device, counted(self.left_behind, "time")),
+                "the task %r changed the current CUDA context on %s and did not restore it. It did "
+                "no harm: the earlier context was restored. 'with Device(n):' restores the context "
+                "by itself. Prometheus counts further tasks (dask_devctx_failures_total)",
+                *(key, self.device),
             )
 
     def close(self) -> None:
         """Destroy the driver's event, unless it is in use."""
-        with self._lock:
-            self._closed = True
-            event = 0 if self._looking else self._event
-        if event:
+        if self._looking.acquire(blocking=False) and self._event:
             with contextlib.suppress(DevctxError):
-                self.device._backend.calls.work.event_destroy(event)
+                self.device._backend.calls.work.event_destroy(self._event)
 
 
 class _Works(dict[Device, Work]):
     """The unfinished work by device."""
 
     def __init__(self, calls: Calls) -> None:
-        super().__init__()
         self._calls = calls
 
     def __missing__(self, device: Device) -> Work:

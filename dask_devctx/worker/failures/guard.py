@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ _POLL_S: Final = 0.02  # many tasks may wait for their turn on one event loop
 _CURRENT: Final = nullcontext()
 
 
+@dataclass(eq=False)
 class Guard(Call):
     """One guarded call of a task, or of an actor's method; it is made once, and tried again inside.
 
@@ -33,32 +35,22 @@ class Guard(Call):
     ``Reschedule`` if it must run again elsewhere.
     """
 
-    def __init__(
-        self,
-        monitor: Monitor,
-        key: Hashable,
-        devices: tuple[Device, ...],
-        *,
-        inside: bool = True,
-        movable: bool = False,
-        isolated: int = 0,
-        once: str = "",
-        is_method: bool = False,
-        is_cancelled: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.key = key
-        self.devices = devices
-        self._monitor = monitor
-        self._once = once  # why it does not run again after a device failed; "" if it may
-        # Whether this is a function, with its device current around it; else a coroutine function.
-        self._inside = inside
-        self._movable = movable  # whether it may be tried on another device
-        self._isolated = isolated  # the number of its isolated run; 0 for any other
-        if isolated:
-            self.patience_s = PATIENCE_S * LONGER ** (isolated - 1)
-        self._is_method = is_method  # nobody waits for it, and it is not tried again
-        self._is_cancelled = is_cancelled
-        self._waits = (monitor.synchronize or bool(isolated)) and not is_method
+    monitor: Monitor
+    key: Hashable
+    devices: tuple[Device, ...]
+    _: KW_ONLY
+    # Whether this is a function, with its device current around it; else a coroutine function.
+    inside: bool = True
+    movable: bool = False  # whether it may be tried on another device
+    isolated: int = 0  # the number of its isolated run; 0 for any other
+    not_again: str = ""  # why it does not run again after a device failed; "" if it may
+    is_method: bool = False  # nobody waits for it, and it is not tried again
+    is_cancelled: Callable[[], bool] = bool
+
+    def __post_init__(self) -> None:
+        if self.isolated:
+            self.patience_s = PATIENCE_S * LONGER ** (self.isolated - 1)
+        self.waits = not self.is_method and (self.monitor.synchronize or self.isolated > 0)
 
     def run(self, body: Callable[[], Any]) -> Any:
         """Return what a function returns, called on this thread in its device's scope."""
@@ -85,18 +77,18 @@ class Guard(Call):
 
     async def _do(self, step: Callable[[], Any]) -> Any:
         """Do what may wait for a device; an event loop goes on meanwhile."""
-        return step() if self._inside else await asyncio.to_thread(step)
+        return step() if self.inside else await asyncio.to_thread(step)
 
     async def _pause(self) -> None:
         """Wait a moment for other tasks."""
-        if self._inside:
+        if self.inside:
             time.sleep(_POLL_S)
         else:
             await asyncio.sleep(_POLL_S)
 
     async def _steps(self, body: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         """Return the call's result, and the exception that it ends with or None."""
-        monitor, key, device = self._monitor, self.key, self.devices[0]
+        monitor, key, device = self.monitor, self.key, self.devices[0]
         calls, retries = monitor.calls, monitor.retries
         outcome: BaseException | None = None
         raised: BaseException | None = None
@@ -106,11 +98,11 @@ class Guard(Call):
             while True:
                 outcome = raised = None
                 try:
-                    alone = bool(retries.tried) and not self._is_method and retries.is_last(key)
-                    if self._isolated or alone or (calls.turns and not self._is_method):
-                        self.alone_on = None if self._isolated or not alone else device
-                        await self._turn(bool(self._isolated) or alone)
-                    if self._isolated:
+                    alone = bool(retries.tried) and not self.is_method and retries.is_last(key)
+                    if self.isolated or alone or (calls.turns and not self.is_method):
+                        self.alone_on = None if self.isolated or not alone else device
+                        await self._turn(bool(self.isolated) or alone)
+                    if self.isolated:
                         await self._do(self._drain)
                     if alone:
                         await self._do(partial(retries.clear, device))
@@ -118,7 +110,7 @@ class Guard(Call):
                         continue
                     try:
                         result = body()
-                        if not self._inside:
+                        if not self.inside:
                             result = await result
                     except BaseException as error:
                         raised = error
@@ -126,25 +118,25 @@ class Guard(Call):
                 except BaseException as error:
                     outcome = error
                 if outcome is None and monitor.failure is not None:
-                    outcome = monitor.error_of(key)
+                    outcome = monitor.failure.error_of(key)
                 self.once = ""
                 if isinstance(outcome, DriverError) and outcome.code in statuses.STICKY:
                     outcome = self._blamed(device, outcome, outcome)
-                if self._isolated or alone:
+                if self.isolated or alone:
                     calls.turns.discard(self)
                 if outcome is None:
                     if retries.tried:
                         retries.forget(key)
                     return result, None
                 if monitor.failure is not None:
-                    if self._is_method and isinstance(outcome, Reschedule):
-                        outcome = monitor.failure.error_of_one_that_runs_once(self._once)
+                    if self.is_method and isinstance(outcome, Reschedule):
+                        outcome = monitor.failure.error_for(self.not_again)
                 elif isinstance(outcome, Exception):
                     make = partial(
                         retries.make_room,
                         *(key, self.devices, outcome),
-                        movable=self._movable,
-                        again=not self._is_method,
+                        movable=self.movable,
+                        again=not self.is_method,
                     )
                     outcome = await self._do(make) if is_out_of_memory(outcome) else make()
                     del make
@@ -163,7 +155,7 @@ class Guard(Call):
 
     async def _turn(self, alone: bool) -> None:
         """Wait until the call may begin, and where it is to run alone, for others to end."""
-        calls = self._monitor.calls
+        calls = self.monitor.calls
         while not calls.took_turn(self, alone) or (alone and calls.has_to_wait(self)):
             self._refuse()
             await self._pause()
@@ -173,12 +165,12 @@ class Guard(Call):
     def _refuse(self) -> None:
         """Raise if it may not begin: the devices failed, or dask needs it no more."""
         # dask ignores this of a cancelled task, unless it was requested again just now.
-        if self._monitor.failure is not None or self._is_cancelled():
+        if self.monitor.failure is not None or self.is_cancelled():
             raise Reschedule
 
     def _drain(self) -> None:
         """Wait for the work of other tasks on all devices: a later failure is not theirs."""
-        calls = self._monitor.calls
+        calls = self.monitor.calls
         left = (work.device for work in calls.all_work() if work.left)
         for device in dict.fromkeys((self.devices[0], *left)):
             try:
@@ -186,27 +178,27 @@ class Guard(Call):
                     calls.works[device].wait()
             except DriverError as found:
                 if statuses.failed(found.code):  # the task itself meets any other error
-                    raise self._monitor.noticed(self, device, found, began=False) from found
+                    raise self.monitor.noticed(self, device, found, began=False) from found
 
     def _begin(self) -> bool:
         """Count the call, check its device, and enter it if the call is ``inside``.
 
         False if another task was given its turn meanwhile: this call has to wait.
         """
-        monitor, device, calls = self._monitor, self.devices[0], self._monitor.calls
+        monitor, device, calls = self.monitor, self.devices[0], self.monitor.calls
         if monitor.failure is not None:
             raise Reschedule
-        self.aside, entered = self._is_method, False
+        self.aside, entered = self.is_method, False
         calls.running.add(self)
         try:
-            if calls.turns and not (self._isolated or self._is_method) and calls.holds_back(self):
+            if calls.turns and not (self.isolated or self.is_method) and calls.holds_back(self):
                 calls.running.discard(self)
                 return False
             device.__enter__()
             entered = True
-            if not self._waits:
+            if not self.waits:
                 calls.works[device].look(mark=False)
-            if not self._inside:
+            if not self.inside:
                 entered = False
                 device.__exit__(None, None, None)
         except BaseException as error:
@@ -219,14 +211,14 @@ class Guard(Call):
             ):
                 raise monitor.noticed(self, device, error, began=False) from error
             raise
-        self.once = self._once
+        self.once = self.not_again
         return True
 
     # -- after the call
 
     async def _after(self, error: BaseException | None) -> BaseException | None:
         """Return the outcome of a call that returned or raised ``error``; leave its device."""
-        calls, outcome = self._monitor.calls, error
+        calls, outcome = self.monitor.calls, error
         if error is not None and is_out_of_memory(error):
             clear_frames(error)  # others may wait for its end, and for its memory
         calls.running.discard(self)
@@ -234,13 +226,13 @@ class Guard(Call):
             calls.works[device].ended(self.key)
         try:
             if error is None or isinstance(error, Exception):
-                if self._waits and not self._inside:
+                if self.waits and not self.inside:
                     outcome = await asyncio.to_thread(self._checked, error)
                 else:
                     outcome = self._checked(error)
         except BaseException as found:
             outcome = found
-        if self._inside:
+        if self.inside:
             try:
                 kind = None if outcome is None else type(outcome)
                 self.devices[0].__exit__(kind, outcome, None)
@@ -250,13 +242,13 @@ class Guard(Call):
 
     def _checked(self, error: Exception | None) -> Exception | None:
         """Check the devices; return the exception that the call ends with."""
-        monitor, current = self._monitor, self._inside
+        monitor, current = self.monitor, self.inside
         for device in self.devices:
             scope: AbstractContextManager[Any] = _CURRENT if current else device
             current = False
             try:
                 with scope:
-                    monitor.calls.works[device].check(self.key, wait=self._waits)
+                    monitor.calls.works[device].check(self.key, wait=self.waits)
             except DriverError as found:
                 if statuses.failed(found.code):
                     return self._blamed(device, found, error or found)
@@ -268,7 +260,7 @@ class Guard(Call):
 
     def _blamed(self, device: Device, found: DriverError, cause: Exception) -> Exception:
         """Return the exception of a call that noticed a failure."""
-        blamed = self._monitor.noticed(self, device, found)
+        blamed = self.monitor.noticed(self, device, found)
         blamed.__traceback__ = cause.__traceback__ = of_the_task(cause)
         blamed.__cause__ = portable(cause)
         return blamed

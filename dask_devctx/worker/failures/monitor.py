@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
 from typing import Final
 
 from distributed import Reschedule
@@ -15,6 +14,7 @@ from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver import statuses
 from dask_devctx.errors import DevctxError, DeviceFailedError, DriverError
+from dask_devctx.scheduler.messages import Failure
 from dask_devctx.worker.failures.calls import Call, Calls, Work
 from dask_devctx.worker.failures.oom_retries import Retries
 
@@ -22,23 +22,6 @@ logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL_MS: Final = 1000
 _UNMARKED: Final = "the scheduler lacks dask-devctx, so that no task can be watched in its next run"
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A failure that ended the use of the devices in this process."""
-
-    error: DeviceFailedError
-    # The error of each task and method that errs with it, the suspects, and the tasks that run
-    # again although they cannot have caused it. `marks`: whether the scheduler marks the suspects.
-    errors: Mapping[Hashable, DeviceFailedError] = field(default_factory=dict)
-    suspects: tuple[Hashable, ...] = ()
-    bystanders: tuple[Hashable, ...] = ()
-    marks: bool = True
-
-    def error_of_one_that_runs_once(self, why: str) -> DeviceFailedError:
-        """Return the error of a call that did not begin, and does not run elsewhere."""
-        return DeviceFailedError(*[*self.error.args[:-1], why])
 
 
 class Monitor:
@@ -105,16 +88,12 @@ class Monitor:
 
     # -- a failure
 
-    def error_of(self, key: Hashable) -> DeviceFailedError | None:
-        """Return the error of a task that errs with the failure; None for any other task."""
-        return None if self.failure is None else self.failure.errors.get(key)
-
     def noticed(
         self, call: Call, device: Device, found: DriverError, *, began: bool = True
     ) -> DeviceFailedError | Reschedule:
         """Return the exception for a call that noticed a failure."""
         failure = self._note(call, device, found, began)
-        return failure.errors.get(call.key) or Reschedule()
+        return failure.error_of(call.key) or Reschedule()
 
     def noticed_between(self, device: Device, found: DriverError) -> None:
         """Note a failure that no call noticed, such as one during a transfer."""
@@ -146,27 +125,20 @@ class Monitor:
         named = [f"{key} on {' and '.join(sorted(on))}" for key, on in places.items()]
         keys = tuple(places)
         sole = keys[0] if len(keys) == 1 else None
-
-        def error(not_again: str = "") -> DeviceFailedError:
-            return DeviceFailedError(
-                str(device),
-                device.uuid,
-                found.status,
-                found.code,
-                named,
-                lost,
-                sole is not None and self.calls.is_isolated(sole),
-                not_again,
-            )
-
-        marks = self._marks()
-        errors = {one.key: error(one.once) for one in running if one.once}
+        erred = {one.key: one.once for one in running if one.once}
         if any(one.key == sole for one in running):
-            errors.setdefault(sole, error())
+            erred.setdefault(sole, "")
         own = None if who is None else who.key
-        if not (marks or hardware) and own is not None and (began or not {*keys} - {own}):
-            errors.setdefault(own, error(_UNMARKED))
-        beside = dict.fromkeys([own, *(one.key for one in running)])
-        beside.pop(None, None)
-        bystanders = tuple(key for key in beside if key not in keys)
-        return Failure(error(), errors, keys, bystanders, marks)
+        if not (hardware or self._marks()) and who and (began or not {*keys} - {own}):
+            erred.setdefault(own, _UNMARKED)
+        watched = sole is not None and self.calls.is_isolated(sole)
+        beside = dict.fromkeys([*([own] if who else []), *(one.key for one in running)])
+        return Failure(
+            (
+                *(str(device), device.uuid, found.status, found.code),
+                *(named, lost, watched, ""),
+            ),
+            keys,
+            tuple(key for key in beside if key not in keys),
+            list(erred.items()),
+        )

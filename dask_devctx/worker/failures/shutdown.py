@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable, Collection, Hashable
+from functools import partial
 from typing import Any
 
 from distributed import Worker
@@ -15,9 +16,8 @@ from distributed.core import Status
 from dask_devctx.annotations import runs_once
 from dask_devctx.dask_internals import tasks
 from dask_devctx.dask_internals import worker as internals
-from dask_devctx.scheduler import messages
-from dask_devctx.scheduler.messages import ACTION, FAILED, PROTOCOL, TOPIC
-from dask_devctx.worker.failures.monitor import Failure
+from dask_devctx.scheduler.messages import ACTION, FAILED, PROTOCOL, TOPIC, Failure
+from dask_devctx.worker.leases.registration import has_routing, tell
 
 logger = logging.getLogger(__name__)
 
@@ -32,76 +32,62 @@ _ENDING = frozenset({Status.closing, Status.closed, Status.failed})
 
 
 def begin_the_end(
-    worker: Worker,
-    failure: Failure,
-    answered: Callable[[], Awaitable[None]],
+    worker: Worker, failure: Failure, answered: Callable[[], Awaitable[None]]
 ) -> None:
-    """End a worker soon as :func:`end_failed_worker` does; on any thread.
+    """End a worker whose process cannot use its devices any more, soon; on any thread.
 
     Before it returns, others get no data from the worker, and the message about its suspects is on
-    its way.
+    its way: an event goes the same way as the tasks' outcomes, so the scheduler marks a task before
+    it raises and runs again. ``answered`` waits for the callers of the worker's actors.
     """
     internals.answer_for_good(worker, "get_data", _refuse)  # others may ask before the loop runs
-    _tell(worker, failure)
-    worker.loop.add_callback(end_failed_worker, worker, failure, answered)
+    try:
+        worker.log_event(TOPIC, {"action": ACTION, "protocol": PROTOCOL, **failure._asdict()})
+    except Exception as error:  # the worker ends in any case
+        logger.warning("the scheduler was not told which tasks to watch: %r", error)
+    worker.loop.add_callback(_end, worker, failure, answered)
 
 
-async def end_failed_worker(
-    worker: Worker,
-    failure: Failure,
-    answered: Callable[[], Awaitable[None]],
-) -> None:
-    """End a worker whose process cannot use its devices any more.
-
-    Runs on the worker's event loop, in this order:
-
-    1. The worker takes no more tasks.
-    2. The scheduler knows the suspects, and watches them when they run again.
-    3. The error of each task that errs reaches the scheduler, also if the task does not end, and
-       so does the end of each task that must not run twice. The errors of actors' methods reach
-       their callers.
-    4. The worker leaves the scheduler as expected, so that dask blames no other task. dask computes
-       the worker's results again.
-    5. The process exits. A nanny starts another.
-
-    This makes no call to the devices: any call may hang, and libraries do not survive a reset of
-    their primary context.
-
-    If an error could not be sent to the scheduler, the worker leaves unexpectedly. Then dask counts
-    the loss of the worker, and fails a task that ends its worker each time.
-
-    A worker that is closing closes as it would, and dask runs its tasks elsewhere: only the
-    scheduler is told, if the worker can still reach it.
-    """
-    error = failure.error
+async def _end(worker: Worker, failure: Failure, answered: Callable[[], Awaitable[None]]) -> None:
+    # No step calls the devices: any call may hang, and libraries do not survive a reset of their
+    # primary context. A worker that is closing closes as it would, and dask runs its tasks
+    # elsewhere: only the scheduler is told, if the worker can still reach it.
+    error, marks = failure.error, has_routing(worker)
+    confirmed = partial(tell, worker, FAILED, **failure._asdict())  # leaving may overtake the event
     if worker.status in _ENDING:
         logger.warning("While the worker closes: %s", error)
-        if failure.marks and worker.status is Status.closing:
-            await _bounded(_confirm(worker, failure), "name its suspects to the scheduler")
+        if marks and worker.status is Status.closing:
+            await _bounded(confirmed(), "name its suspects to the scheduler")
         return
     logger.error("%s", error)
-    # Not "paused": the worker would resume by itself when it has enough memory.
+    # 1. It takes no more tasks. Not "paused": it would resume by itself when it has enough memory.
     worker.status = Status.closing_gracefully
     nanny = internals.leave_nanny(worker)
     if nanny:
         last_resort = threading.Timer(4 * _STEP_S, os._exit, [_EXIT_STATUS])
         last_resort.daemon = True
         last_resort.start()
-    if failure.marks:
-        await _bounded(_confirm(worker, failure), "name its suspects to the scheduler")
-    reported = await _bounded(_reported(worker, failure.errors), "see a task's error reported")
+    # 2. The scheduler knows the suspects, and watches them when they run again.
+    if marks:
+        await _bounded(confirmed(), "name its suspects to the scheduler")
+    # 3. Each error reaches the scheduler, also if the task does not end, and so does the end of
+    # each task that must not run twice: else dask runs it again. Callers of actors get theirs.
+    erred = [key for key, _ in failure.erred]
+    reported = await _bounded(_reported(worker, erred), "see a task's error reported")
     if not reported:
-        for key, task_error in failure.errors.items():
-            internals.report_error(worker, key, task_error)
-        reported = await _bounded(_reported(worker, failure.errors), "report a task's error")
-    once = tasks.ended_here(worker, runs_once)
-    if once:  # else dask runs such a task again
+        for key, why in failure.erred:
+            internals.report_error(worker, key, failure.error_for(why))
+        reported = await _bounded(_reported(worker, erred), "report a task's error")
+    if once := tasks.ended_here(worker, runs_once):
         await _bounded(_reported(worker, once), "see a task's end reported")
     await _bounded(answered(), "answer the callers of its actors")
-    # If nobody marks and nobody errs, dask itself counts the loss: no task runs without end.
-    expected = reported and bool(failure.marks or failure.errors)
+    # 4. It leaves as expected, so that dask blames no other task, and computes the results again.
+    # If nobody marks and nobody errs, or an error was not sent, dask counts the loss of the worker:
+    # no task runs without end.
+    expected = reported and (marks or bool(erred))
     await _bounded(internals.leave_scheduler(worker, expected=expected), "leave the scheduler")
     await asyncio.sleep(_REFUSING_S)
+    # 5. The process exits. A nanny starts another.
     if nanny:
         logger.error("the worker process exits; its nanny starts another")
         logging.shutdown()
@@ -111,44 +97,6 @@ async def end_failed_worker(
         "(dask worker --nanny, LocalDeviceCluster(processes=True))"
     )
     await worker.close(nanny=False, executor_wait=False, reason=str(error))
-
-
-def _tell(worker: Worker, failure: Failure) -> None:
-    """Tell the scheduler which tasks may have broken a worker's devices; on any thread.
-
-    An event goes the same way as the tasks' outcomes: if this is called before a task raises, the
-    mark is there before the task runs again. A scheduler without this package only stores the
-    event.
-    """
-    try:
-        worker.log_event(TOPIC, {"action": ACTION, **_message(failure)})
-    except Exception as error:  # the worker ends in any case
-        logger.warning("the scheduler was not told which tasks to watch: %r", error)
-
-
-async def _confirm(worker: Worker, failure: Failure) -> None:
-    """Wait until the scheduler knows which tasks may have broken a worker's devices.
-
-    dask computes the results of a worker again as soon as the worker has left. The worker leaves by
-    a message that may overtake the event. So this tells the scheduler again, and waits for the
-    answer.
-    """
-    told = getattr(worker.scheduler, FAILED)
-    answer = await told(address=worker.contact_address, **_message(failure))
-    if answer != "OK":
-        raise RuntimeError(f"the scheduler answers {FAILED} with {answer!r}")
-
-
-def _message(failure: Failure) -> dict[str, object]:
-    told = messages.Failure(
-        failure.error.uuid,
-        str(failure.error),
-        failure.error.args,
-        failure.suspects,
-        failure.bystanders,
-        list(failure.errors),
-    )
-    return {"protocol": PROTOCOL, **told._asdict()}
 
 
 async def _reported(worker: Worker, keys: Collection[Hashable]) -> None:

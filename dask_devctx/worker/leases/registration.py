@@ -83,7 +83,7 @@ async def announce(
             return
         try:
             await install_routing(worker)
-            await _tell(
+            await tell(
                 worker,
                 ANNOUNCE,
                 seen=[(info.uuid, info.pci_bus_id) for info in found],
@@ -121,7 +121,7 @@ async def _no_devices(worker: Worker, turn: Turn, used: Sequence[str] | None) ->
     async with turn as newest:
         if newest:
             with suppress(Exception):  # without the routing there is nothing to withdraw from
-                await _tell(worker, ANNOUNCE, seen=[], used=used, limits={})
+                await tell(worker, ANNOUNCE, seen=[], used=used, limits={})
 
 
 async def refuse(
@@ -155,7 +155,7 @@ async def refuse(
             await _no_devices(worker, turn, ())
         else:
             async with turn:
-                await _tell(worker, REFUSE, kind=type(told).__name__, arguments=told.args)
+                await tell(worker, REFUSE, kind=type(told).__name__, arguments=told.args)
     if leaves:
         logger.error(
             "This worker leaves the cluster because it cannot take its devices: %s",
@@ -200,7 +200,8 @@ async def ask(worker: Worker, op: str, **what: object) -> Any:
     return await getattr(worker.scheduler, op)(address=address, protocol=PROTOCOL, **what)
 
 
-async def _tell(worker: Worker, op: str, **what: object) -> None:
+async def tell(worker: Worker, op: str, **what: object) -> None:
+    """Send the scheduler a message of a worker; raise if it refuses it."""
     answer = await ask(worker, op, **what)
     if answer != "OK":
         raise RuntimeError(f"the scheduler answers {op} with {answer!r}")

@@ -17,7 +17,7 @@ from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.worker import metric
 from dask_devctx.errors import DevctxError
-from dask_devctx.scheduler.rows import METRIC, DeviceCounts, TaskRun, memory_field
+from dask_devctx.scheduler.rows import METRIC, DeviceCounts, memory_field
 from dask_devctx.worker.metrics.history import History
 from dask_devctx.worker.placement.admission import Admission, DeviceState
 
@@ -28,9 +28,6 @@ NO_WAIT: Final = (0.0, 0.0, 0.0, None)
 # The longest text of an exception.
 _TEXT: Final = 2_000
 _SHOWN: Final = 4  # the most kinds of running tasks that a row names
-# The fields of the row of a task's only device, or first one.
-_ONE_DEVICE: Final = len(TaskRun.__slots__) - 1
-_DEVICE_ID: Final = TaskRun.__slots__.index("device_id")
 
 
 class _Tally:
@@ -56,8 +53,8 @@ class _Tally:
             "occupied_s": counts["occupied_s"] + state.occupied_s + now_s,
         }
 
-    def row(self, waiting: int, out_of_memory: int, memory: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the counts as they are now."""
+    def row(self, waiting: int, more: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the counts as they are now, with ``more`` of them."""
         backend, now, counts = driver.backend(), monotonic(), self.counts
         device = self._state.device.info
         if now - self.asked_at > _PROCESSES_AGE_S:
@@ -81,11 +78,9 @@ class _Tally:
             "power_w": power_w,
             "temperature": temperature,
             "tasks_now": tuple(dict.fromkeys(running))[:_SHOWN],
-            "out_of_memory": out_of_memory,
         }
-        for name, value in memory.items():
-            row[name if name in row else memory_field(name)] = value
-        return row
+        named = {name if name in row else memory_field(name): n for name, n in more.items()}
+        return row | named
 
 
 # The counts of each worker by device: a plugin that takes another one's place goes on with them.
@@ -103,13 +98,12 @@ class Record:
         admission: Admission,
         history: History,
         remembered: int,
+        counts: Callable[[Device], Mapping[str, int | None]],
     ) -> None:
         # The latest tasks that got no device: key, prefix and reason.
         self.refusals: deque[tuple[Hashable, str, str]] = deque(maxlen=remembered)
         self.without_device = 0  # tasks that ended and ran on no device
-        # Functions of a device that return counts: `"held"` is the field `memory_held`.
-        self.memory: dict[str, Callable[[Device], int | None]] = {}
-        self.retried: Mapping[Device, int] = {}  # how often memory ran out
+        self._counts = counts  # more counts of a device: `"held"` is the field `memory_held`
         self._admission = admission
         self._worker = worker
         self._history = history
@@ -158,17 +152,8 @@ class Record:
 
     def report(self) -> dict[str, Any]:
         """Return the latest tasks, the devices' counts and the refusals, as plain data."""
-        # A task of several devices has a row for each of them, one after the other.
-        runs: list[tuple[Any, ...]] = []
-        more: dict[int, list[int]] = {}
-        for row in self._history.tasks.since(0)[0]:
-            if len(row) <= _ONE_DEVICE:
-                runs.append(row)
-            elif runs and runs[-1][0] == row[0]:  # else the row of its first device was dropped
-                more.setdefault(len(runs) - 1, []).append(row[_DEVICE_ID])
         return {
-            "runs": runs,
-            "more": more,
+            "runs": self._history.tasks.since(0)[0],
             "devices": self.rows(),
             "refused": list(self.refusals),
             "without_device": self.without_device,
@@ -177,11 +162,7 @@ class Record:
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each device: the fields of ``DeviceCounts``, as plain data."""
         return [
-            tally.row(
-                self._admission.waiting_for(device),
-                self.retried.get(device, 0),
-                {name: function(device) for name, function in self.memory.items()},
-            )
+            tally.row(self._admission.waiting_for(device), self._counts(device))
             for device, tally in self._tallies.items()
         ]
 

@@ -156,15 +156,15 @@ async def test_heartbeats_grow_by_two_kibibytes_for_each_device_at_most(
 async def test_a_device_that_fails_is_an_incident(
     client: Any, scheduler: Any, worker: Worker
 ) -> None:
-    told = Failure(Device(1).uuid, "it broke", FIELDS, (), (), ())
+    told = Failure(("cuda:1", Device(1).uuid, *FIELDS[2:]), (), (), ())
     event = {"action": ACTION, "protocol": PROTOCOL, **told._asdict()}
-    worker.log_event(TOPIC, {**event, "protocol": PROTOCOL + 1, "error": "refused"})
+    worker.log_event(TOPIC, {**event, "protocol": PROTOCOL + 1})
     worker.log_event(TOPIC, event)
     history = DeviceHistory.of(scheduler)
     await async_poll_for(lambda: bool(history.rows().rows), timeout=10)
     ((address, row),) = history.rows().rows
     assert (address, row.what, row.uuid) == (worker.address, "device-failed", Device(1).uuid)
-    assert row.text == "it broke"
+    assert "failed with CUDA_ERROR_ASSERT (710)" in row.text
     assert history.workers[address].host == "127.0.0.1"
 
 
@@ -172,7 +172,7 @@ def test_the_rows_of_workers_that_left_long_ago_are_forgotten() -> None:
     scheduler: Any = SimpleNamespace(workers={}, plugins={})
     history, many = DeviceHistory(scheduler, list), 300
     for number in range(many):
-        history.failed(f"worker {number}", Failure("GPU-1", "it broke", FIELDS, (), (), ()))
+        history.failed(f"worker {number}", Failure(FIELDS, (), (), ()))
         history.left(f"worker {number}")
     kept = [address for address, _ in history.rows().rows]
     assert 1 < len(kept) < many
