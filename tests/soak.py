@@ -154,16 +154,11 @@ def meet(function: str, status: CUresult, at_exit: bool, *arrays: Any) -> int:
     return total(*[array.copy_to(array.device) for array in arrays])
 
 
-def break_device(after_s: float, library: str) -> str:
+def break_device(after_s: float) -> str:
     """Leave a kernel that breaks the device; count as done, unless it breaks at once."""
-    if faults() is None:
-        BREAKING[library](after_s)
-    else:
+    if faults() is not None:
         faults().poison(CUresult.CUDA_ERROR_ILLEGAL_ADDRESS, after_s=after_s)
-    return "looks good"
-
-
-def break_with_cupy(after_s: float) -> None:
+        return "looks good"
     import cupy
 
     source = r"""
@@ -177,39 +172,7 @@ def break_with_cupy(after_s: float) -> None:
     cupy.RawKernel(source, "write")((1,), (1,), arguments)
     if not after_s:  # as in a task that waits for its kernel, and raises CuPy's own error
         cupy.cuda.get_current_stream().synchronize()
-
-
-def break_with_torch(after_s: float) -> None:
-    import torch
-
-    values = torch.zeros(8, device="cuda")
-    far = torch.full((1,), 10**9, dtype=torch.int64, device="cuda")
-    torch.cuda._sleep(int(after_s * 1.7e9))
-    values[far] = 1.0  # the kernel asserts that the index is in range
-
-
-@functools.cache
-def writing_with_numba() -> Any:
-    if not hasattr(np, "row_stack"):  # older versions of Numba ask for it, NumPy 2.4 has it not
-        np.row_stack = np.vstack
-    from numba import cuda
-
-    def write(values: Any, where: int, times: int) -> None:
-        for _ in range(times):
-            cuda.nanosleep(500_000)
-        values[where] = 1
-
-    return cuda.jit(write)
-
-
-def break_with_numba(after_s: float) -> None:
-    from numba import cuda
-
-    values = cuda.to_device(np.zeros(8, dtype=np.int64))
-    writing_with_numba()[1, 1](values, 1 << 40, int(after_s / 0.0005))
-
-
-BREAKING = {"cupy": break_with_cupy, "torch": break_with_torch, "numba": break_with_numba}
+    return "looks good"
 
 
 @functools.cache
@@ -309,8 +272,7 @@ class Batch:
         deck = self._deck()
         self.tasks += [self._total(next(deck), deck) for _ in range(size - self.arrays)]
         if chance.random() < arguments.guilty:
-            given = (chance.choice([0, 0.01, 0.1]), arguments.library)
-            broken = Task(GUILTY, break_device, None, given)
+            broken = Task(GUILTY, break_device, None, (chance.choice([0, 0.01, 0.1]),))
             self.tasks.insert(chance.randrange(self.arrays, len(self.tasks)), broken)
 
     def _deck(self) -> Iterator[Task]:
@@ -544,7 +506,6 @@ def main(given: list[str]) -> int:
     parser.add_argument("--devices", type=int, default=DEVICES, help="how many there are")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--gpus", action="store_true", help="real ones, with CuPy")
-    parser.add_argument("--library", choices=BREAKING, default="cupy", help="breaks real ones")
     parser.add_argument("--faults", type=float, default=1.0, help="times the usual number")
     parser.add_argument("--guilty", type=float, default=0.1, help="such tasks in a batch")
     parser.add_argument("--patience", type=float, default=240.0, metavar="SECONDS")

@@ -82,7 +82,7 @@ class DeviceExtension:
             unannotated: Unannotated = "leave" if self.failure else options.unannotated
             self.history = steps.enter_context(remembering(worker, used, history))
             self.record = Record(worker, self.admission, self.history, history, self._counts)
-            steps.enter_context(self.record.in_heartbeats())
+            steps.enter_context(metric(worker, Record.metric, self.record.metrics))
             self.monitor = Monitor(
                 used,
                 Retries(used, options.oom_retries, self),

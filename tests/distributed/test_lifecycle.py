@@ -253,19 +253,6 @@ def test_too_few_threads_are_told_once(nthreads: int, told: bool) -> None:
     check()
 
 
-@on_cluster(8)
-async def test_registered_by_the_older_call(client: Any) -> None:
-    if hasattr(client, "register_worker_plugin"):
-        with pytest.warns(DeprecationWarning, match="register_worker_plugin"):
-            await client.register_worker_plugin(DevicePlugin())
-    else:  # this release has it no more
-        await client.register_plugin(DevicePlugin())
-    with dask.annotate(device=2):
-        assert await client.submit(here, pure=False) == 2
-    await client.unregister_worker_plugin("devctx")
-    assert await client.submit(here, pure=False) is None
-
-
 ran: list[int | None] = []
 
 

@@ -16,20 +16,9 @@ from distributed import Client
 
 from dask_devctx import DevicePlugin, driver
 from dask_devctx.driver.simulated import SimulatedMachine
+from tests.distributed.conftest import on_simulated_devices as on_simulated_devices
+from tests.distributed.conftest import simulation as simulation
 from tests.distributed.devices import started
-from tests.distributed.starting import forked_workers
-
-
-@pytest.fixture
-def simulation() -> str:
-    return "simulated"
-
-
-@pytest.fixture(autouse=True)
-def on_simulated_devices(machine: SimulatedMachine, validate: None) -> Iterator[None]:
-    """All tests here run so."""
-    with forked_workers():
-        yield
 
 
 @pytest.fixture(autouse=True)

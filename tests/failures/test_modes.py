@@ -211,9 +211,13 @@ def test_a_failed_tasks_arrays_are_free_before_garbage_is_collected(
 # -- the plugin adds no port, and no way in but messages about devices, their memory and tasks
 
 
-def listening() -> set[tuple[str, int]]:
+def open_to_others(cluster: LocalCluster) -> list[set[Any]]:
+    """Return the ports, and what the worker and the scheduler answer."""
+    (worker,) = cluster.workers.values()
     connections = psutil.Process().net_connections(kind="inet")
-    return {tuple(c.laddr) for c in connections if c.status == psutil.CONN_LISTEN}
+    listening = {tuple(c.laddr) for c in connections if c.status == psutil.CONN_LISTEN}
+    servers = worker, cluster.scheduler
+    return [listening, *(set(they) for s in servers for they in (s.stream_handlers, s.handlers))]
 
 
 def test_no_port_is_added_and_the_servers_are_only_told_of_devices_and_memory() -> None:
@@ -221,22 +225,12 @@ def test_no_port_is_added_and_the_servers_are_only_told_of_devices_and_memory() 
         LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as cluster,
         Client(cluster) as client,
     ):
-        (worker,) = cluster.workers.values()
-        servers = [worker, cluster.scheduler]
-        ports = listening()
-        before = [(set(s.handlers), set(s.stream_handlers)) for s in servers]
-        (on_worker, its_streams), (on_scheduler, streams) = before
-        told = (on_scheduler | {ANNOUNCE, REFUSE, FAILED, CLAIM}, streams)
-        added = {"devctx_ipc_close", SHARE, HISTORY}
+        *unchanged, scheduler = open_to_others(cluster)
+        ports, streams, worker, scheduler_streams = unchanged
+        told = scheduler | {ANNOUNCE, REFUSE, FAILED, CLAIM}
         client.register_plugin(DevicePlugin())
         assert client.submit(sum, [1, 2]).result() == 3
-        assert listening() == ports
-        assert [(set(s.handlers), set(s.stream_handlers)) for s in servers] == [
-            (on_worker | added, its_streams),
-            told,
-        ]
+        added = worker | {"devctx_ipc_close", SHARE, HISTORY}
+        assert open_to_others(cluster) == [ports, streams, added, scheduler_streams, told]
         client.unregister_worker_plugin("devctx")
-        assert [(set(s.handlers), set(s.stream_handlers)) for s in servers] == [
-            before[0],
-            told,
-        ]
+        assert open_to_others(cluster) == [*unchanged, told]

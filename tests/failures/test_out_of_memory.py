@@ -150,33 +150,28 @@ def test_a_device_that_the_user_named_is_kept(client: Client, machine: Simulated
     assert client.submit(allocate, 2**10).result() in range(4)  # the worker is well
 
 
-@pytest.mark.parametrize("client", [{"oom_retries": 3}], indirect=True)
-def test_as_often_as_the_plugin_says(client: Client, tmp_path: Path) -> None:
-    assert client.submit(run_out_of_memory, 3).result(timeout=20) in range(4)
-    assert len(runs) == 4
+async def run_out_of_memory_later(times: int) -> int:
+    return run_out_of_memory(times)
+
+
+@pytest.mark.parametrize("task", [run_out_of_memory, run_out_of_memory_later])
+@pytest.mark.parametrize(
+    ("client", "retries"), [({"oom_retries": n}, n) for n in (0, 1, 3)], indirect=["client"]
+)
+def test_as_often_as_the_plugin_says(
+    client: Client, tmp_path: Path, task: Any, retries: int
+) -> None:
+    assert client.submit(task, retries).result(timeout=20) in range(4)
+    assert len(runs) == retries + 1
     timeline(client, tmp_path / "timeline.json")
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
-    assert [e["name"] for e in events if e.get("cat") == "incident"] == ["out-of-memory"] * 3
-
-
-@pytest.mark.parametrize("client", [{"oom_retries": 0}], indirect=True)
-def test_not_at_all(client: Client) -> None:
-    error = client.submit(run_out_of_memory, 1).exception(timeout=20)
-    assert isinstance(error, DeviceOutOfMemoryError)
-    assert error.attempts == len(runs) == 1
-    assert error.__notes__[0].startswith(f"This task calls run_out_of_memory in {__file__}, line")
-
-
-def test_coroutines_too(client: Client) -> None:
-    async def run(times: int) -> int:
-        return run_out_of_memory(times)
-
-    assert client.submit(run, 1).result(timeout=20) in range(4)
-    assert len(runs) == 2
+    incidents = [e["name"] for e in events if e.get("cat") == "incident"]
+    assert incidents == ["out-of-memory"] * retries
     runs.clear()
-    error = client.submit(run, 5).exception(timeout=20)
+    error = client.submit(task, 9).exception(timeout=20)
     assert isinstance(error, DeviceOutOfMemoryError)
-    assert "calls test_coroutines_too.<locals>.run in" in error.__notes__[0]
+    assert error.attempts == len(runs) == retries + 1
+    assert error.__notes__[0].startswith(f"This task calls {task.__name__} in {__file__}, line")
 
 
 def run_out_with_what_cannot_be_sent() -> None:

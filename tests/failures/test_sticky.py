@@ -130,7 +130,7 @@ class Model:
         time.sleep(seconds)
 
 
-@pytest.mark.parametrize("method", ["breaks", "breaks_later"])
+@pytest.mark.parametrize("method", ["breaks", "breaks_later", "breaks_when_read"])
 def test_an_actor_whose_method_breaks_the_device_is_named(apart: Client, method: str) -> None:
     before = worker_pid(apart)
     done = apart.map(where_slowly, range(10))
@@ -140,7 +140,7 @@ def test_an_actor_whose_method_breaks_the_device_is_named(apart: Client, method:
     actor = future.result(timeout=30)
     assert actor.well().result(timeout=30) == 1
     with pytest.raises(DeviceFailedError) as caught:
-        getattr(actor, method)().result(timeout=30)
+        getattr(actor, method)().result(timeout=30)  # a property breaks it when it is read
     assert caught.value.suspects[0] == f"{future.key} on cuda:1"
     assert [number for number, _ in apart.gather(done)] == list(range(10))
     assert worker_pid(apart) != before
@@ -166,15 +166,6 @@ def test_a_method_beside_a_task_that_breaks_the_device_is_not_run_again(
     assert isinstance(error, DeviceFailedError)
     assert error.suspects == (f"{bad.key} on cuda:0",)
     assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_who_reads_a_property_that_breaks_the_device_is_told(apart: Client) -> None:
-    with dask.annotate(device=1):
-        future = apart.submit(Model, actor=True)
-    actor = future.result(timeout=30)
-    with pytest.raises(DeviceFailedError) as caught:
-        actor.breaks_when_read  # noqa: B018
-    assert caught.value.suspects == (f"{future.key} on cuda:1",)
 
 
 def test_who_breaks_the_device_with_client_run_is_told(apart: Client) -> None:
@@ -213,13 +204,16 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_task_comes_back(apart: Clien
 
 
 @asynccontextmanager
-async def without_a_nanny() -> AsyncIterator[tuple[Scheduler, Worker, Client]]:
+async def without_a_nanny(
+    before: Callable[[Worker], object] = lambda worker: None,
+) -> AsyncIterator[tuple[Scheduler, Worker, Client]]:
     """A worker that has the plugin and no nanny."""
     async with (
         Scheduler(dashboard_address=":0", port=0) as scheduler,
         Worker(scheduler.address) as worker,
         Client(scheduler.address, asynchronous=True) as client,
     ):
+        before(worker)
         await client.register_plugin(DevicePlugin())
         yield scheduler, worker, client
 
@@ -256,11 +250,7 @@ async def test_a_device_that_fails_while_its_worker_closes(
 
 @in_a_loop
 async def test_who_called_an_actor_is_told_before_its_worker_leaves() -> None:
-    async with (
-        Scheduler(dashboard_address=":0", port=0) as scheduler,
-        Worker(scheduler.address) as worker,
-        Client(scheduler.address, asynchronous=True) as client,
-    ):
+    def answer_slowly(worker: Worker) -> None:
         execute = worker.handlers["actor_execute"]
 
         async def execute_slowly(**kwargs: Any) -> Any:
@@ -269,7 +259,8 @@ async def test_who_called_an_actor_is_told_before_its_worker_leaves() -> None:
             return answer
 
         worker.handlers["actor_execute"] = execute_slowly
-        await client.register_plugin(DevicePlugin())
+
+    async with without_a_nanny(answer_slowly) as (_, worker, client):
         model = await client.submit(Model, actor=True)
         with pytest.raises(DeviceFailedError, match="ILLEGAL_ADDRESS"):
             await model.breaks()
@@ -304,24 +295,22 @@ def test_the_cluster_closes_while_tasks_run() -> None:
 # -- a task that breaks its device after it returned errs in its second run. No other task errs
 
 
-async def leave_a_bad_kernel_running_in_a_coroutine(after_s: float) -> str:
-    await asyncio.sleep(0.01)
-    poison(after_s)
-    return "looks good"
-
-
-def leave_a_bad_kernel_running_and_stay(after_s: float, flag: str) -> str:
-    """The second time, go on in Python for longer than anybody waits for it."""
-    poison(after_s)
-    if os.path.exists(flag):
-        time.sleep(60)
-    Path(flag).touch()
-    return "looks good"
-
-
 def count_and_leave_a_bad_kernel(directory: str, after_s: float) -> str:
     (Path(directory) / str(time.monotonic_ns())).touch()
     return leave_a_bad_kernel_running(after_s)
+
+
+async def count_and_leave_a_bad_kernel_later(directory: str, after_s: float) -> str:
+    await asyncio.sleep(0.01)
+    return count_and_leave_a_bad_kernel(directory, after_s)
+
+
+def count_and_stay(directory: str, after_s: float) -> str:
+    """The second time, go on in Python for longer than anybody waits for it."""
+    count_and_leave_a_bad_kernel(directory, after_s)
+    if len(list(Path(directory).iterdir())) > 1:
+        time.sleep(60)
+    return "looks good"
 
 
 def count_slowly(directory: str, name: str, seconds: float) -> None:
@@ -343,11 +332,6 @@ def secede_and_break(mine: str, others: str, breaks: bool = True) -> None:
     time.sleep(0.3)
 
 
-each_kind = pytest.mark.parametrize(
-    "leave", [leave_a_bad_kernel_running, leave_a_bad_kernel_running_in_a_coroutine]
-)
-
-
 def error_in_the_end(future: Future, timeout: float = 60) -> DeviceFailedError:
     """Return the error of a future that may count as finished for a while yet."""
     poll_for(lambda: future.status == "error", timeout)
@@ -366,37 +350,24 @@ def check_found(bad: Future, *, ended: bool = True) -> None:
         assert f"This task calls {bad.key.rpartition('-')[0]}" in error.__notes__[0]
 
 
-@each_kind
+@pytest.mark.parametrize(
+    ("function", "retries", "runs"),
+    [
+        (count_and_leave_a_bad_kernel, 0, 2),
+        (count_and_leave_a_bad_kernel_later, 0, 2),
+        pytest.param(count_and_stay, 0, 2, marks=pytest.mark.long),
+        # once unwatched, then watched, then its retry
+        pytest.param(count_and_leave_a_bad_kernel, 1, 3, marks=pytest.mark.long),
+    ],
+)
 def test_the_task_errs_whose_kernel_broke_after_it_returned_and_no_other(
-    apart: Client, leave: Callable[..., Any]
+    apart: Client, tmp_path: Path, function: Callable[..., Any], retries: int, runs: int
 ) -> None:
-    with dask.annotate(device=0):
-        bad = apart.submit(leave, 0.15)
-    others = apart.map(where_slowly, range(100), seconds=0.005)
-    check_found(bad)
-    assert [number for number, _ in apart.gather(others)] == [*range(100)]
-
-
-@pytest.mark.long
-def test_a_task_that_does_not_end_is_reported_all_the_same(apart: Client, tmp_path: Path) -> None:
-    ran = tmp_path / "ran"
-    with dask.annotate(device=0):
-        bad = apart.submit(leave_a_bad_kernel_running_and_stay, 0.2, str(ran))
-    with dask.annotate(device=1):
-        others = apart.map(where_slowly, range(40))
-    check_found(bad, ended=False)
-    assert [number for number, _ in apart.gather(others)] == [*range(40)]
-
-
-@pytest.mark.long
-def test_with_retries_it_is_run_so_often_and_nobody_else_errs(
-    apart: Client, tmp_path: Path
-) -> None:
-    with dask.annotate(device=0, retries=1):
-        bad = apart.submit(count_and_leave_a_bad_kernel, str(tmp_path), 0.1)
+    with dask.annotate(device=0, retries=retries):
+        bad = apart.submit(function, str(tmp_path), 0.15)
     others = apart.map(where_slowly, range(60))
-    check_found(bad)
-    assert len(list(tmp_path.iterdir())) == 3  # once unwatched, then watched, then its retry
+    check_found(bad, ended=function is not count_and_stay)
+    assert len(list(tmp_path.iterdir())) == runs
     assert [number for number, _ in apart.gather(others)] == [*range(60)]
 
 

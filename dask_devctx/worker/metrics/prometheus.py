@@ -6,7 +6,7 @@ workers, since the registry takes each name once. Without ``prometheus_client`` 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -71,11 +71,17 @@ class _Collector:
         return list(_families().values())
 
     def collect(self) -> Iterator[Any]:
-        """Yield the families; Prometheus asks for them."""
-        families = _families()
-        for name, sums in _sums().items():
-            for labels, value in sums.items():
-                families[name].add_metric(labels, value)
+        """Yield the families, with sums over the workers of this process; Prometheus asks."""
+        families, sums = _families(), Counter[tuple[str, tuple[str, ...]]]()
+        for source in _sources:
+            for name, labels, value in _values(*source):
+                # Facts of the whole device are not summed.
+                if name in ("utilization_ratio", "device_info") or labels[-1] in OF_A_DEVICE:
+                    sums[name, labels] = value
+                else:
+                    sums[name, labels] += value
+        for (name, labels), value in sums.items():
+            families[name].add_metric(labels, value)
         yield from families.values()
 
 
@@ -92,34 +98,31 @@ def _families() -> dict[str, Any]:
     }
 
 
-def _sums() -> dict[str, Counter[tuple[str, ...]]]:
-    """Return the values of each family by its labels, summed over the workers of this process."""
-    sums: defaultdict[str, Counter[tuple[str, ...]]] = defaultdict(Counter)
-    for record, monitor, transfers in _sources:
-        for row in record.rows():
-            uuid = row["uuid"]
-            sums["tasks"][uuid, "memory"] += row["done"]
-            sums["tasks"][uuid, "error"] += row["failed"]
-            for name in ("busy", "occupied"):
-                sums[f"{name}_seconds"][(uuid,)] += row[f"{name}_s"]
-            sums["spilled_bytes"][(uuid,)] += row["spilled_nbytes"]
-            sums["failures"][uuid, "out-of-memory"] += row["out_of_memory"]
-            for why in ("slot", "inputs", "memory"):
-                sums["waiting_seconds"][uuid, why] += row[f"{why}_s"]
-            for state in ("running", "queued"):
-                sums["tasks_under_way"][uuid, state] += row[state]
-            for kind in (*OF_A_DEVICE, *OF_A_WORKER):
-                if (nbytes := row[memory_field(kind)]) is not None:
-                    # Facts of the whole device are not summed.
-                    before = sums["memory_bytes"][uuid, kind] if kind in OF_A_WORKER else 0
-                    sums["memory_bytes"][uuid, kind] = before + nbytes
-            if row["utilization"] is not None:
-                sums["utilization_ratio"][(uuid,)] = row["utilization"]
-            sums["device_info"][uuid, str(row["device_id"]), row["name"] or ""] = 1
-        for row in transfers():
-            ends = row["source"], row["destination"], row["transport"]
-            sums["transfer_bytes"][ends] += row["nbytes"]
-            sums["transfers"][ends] += row["copies"]
-        for work in monitor.calls.all_work():
-            sums["failures"][work.device.uuid, "context-left-behind"] += work.left_behind
-    return sums
+def _values(
+    record: Record, monitor: Monitor, transfers: Callable[[], list[dict[str, Any]]]
+) -> Iterator[tuple[str, tuple[str, ...], Any]]:
+    """Yield a worker's values: the family, the labels and the number of each."""
+    for row in record.rows():
+        uuid = row["uuid"]
+        yield "tasks", (uuid, "memory"), row["done"]
+        yield "tasks", (uuid, "error"), row["failed"]
+        yield "busy_seconds", (uuid,), row["busy_s"]
+        yield "occupied_seconds", (uuid,), row["occupied_s"]
+        yield "spilled_bytes", (uuid,), row["spilled_nbytes"]
+        yield "failures", (uuid, "out-of-memory"), row["out_of_memory"]
+        for why in ("slot", "inputs", "memory"):
+            yield "waiting_seconds", (uuid, why), row[f"{why}_s"]
+        for state in ("running", "queued"):
+            yield "tasks_under_way", (uuid, state), row[state]
+        for kind in (*OF_A_DEVICE, *OF_A_WORKER):
+            if (nbytes := row[memory_field(kind)]) is not None:
+                yield "memory_bytes", (uuid, kind), nbytes
+        if row["utilization"] is not None:
+            yield "utilization_ratio", (uuid,), row["utilization"]
+        yield "device_info", (uuid, str(row["device_id"]), row["name"] or ""), 1
+    for row in transfers():
+        ends = row["source"], row["destination"], row["transport"]
+        yield "transfer_bytes", ends, row["nbytes"]
+        yield "transfers", ends, row["copies"]
+    for work in monitor.calls.all_work():
+        yield "failures", (work.device.uuid, "context-left-behind"), work.left_behind

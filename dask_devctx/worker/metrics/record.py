@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict
 from time import monotonic
 from typing import Any, Final
@@ -15,7 +14,6 @@ from distributed import Worker
 from dask_devctx import driver
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
-from dask_devctx.dask_internals.worker import metric
 from dask_devctx.errors import DevctxError
 from dask_devctx.scheduler.rows import METRIC, DeviceCounts, memory_field
 from dask_devctx.worker.metrics.history import History
@@ -112,7 +110,6 @@ class Record:
         self._tallies = {device: _Tally(states[device], before.get(device)) for device in states}
         _tallies[worker] = self._tallies
         self._ids = {device: (device.uuid, device.device_id) for device in states}
-        self._latest: list[dict[str, Any]] = []
 
     def refused(self, ts: Any, error: Exception) -> None:
         """Note a task that got no device and fails with this error."""
@@ -168,28 +165,8 @@ class Record:
 
     def metrics(self, worker: object) -> list[dict[str, Any]]:
         """Return the heartbeat's rows, one for each device; they are samples of the history too."""
-        self._latest, now = self.rows(), self._history.now()
-        for row in self._latest:
+        rows, now = self.rows(), self._history.now()
+        for row in rows:
             counts = map(row.__getitem__, DeviceCounts.__slots__)
             self._history.samples.append((*counts, now))
-        return self._latest
-
-    @contextmanager
-    def in_heartbeats(self) -> Iterator[None]:
-        """While it is open, the worker's heartbeats carry the counts."""
-        # Numbers and text are columns of dask's page of the workers.
-        columns = {
-            "devices": lambda worker: ", ".join(map(str, self._tallies)),
-            "device tasks": lambda worker: self._sum("running", "queued"),
-            "device GiB in use": lambda worker: round(
-                (self._sum("memory_total") - self._sum("memory_free")) / 2**30, 2
-            ),
-        }
-        with ExitStack() as steps:
-            steps.enter_context(metric(self._worker, self.metric, self.metrics))
-            for name, column in columns.items() if self._tallies else ():
-                steps.enter_context(metric(self._worker, name, column))
-            yield
-
-    def _sum(self, *names: str) -> int:
-        return sum(row[name] or 0 for row in self._latest for name in names)
+        return rows

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 _NEW_DURATION_WEIGHT: Final = 0.5
 # How long a reading of the devices' free memory is used: each takes microseconds.
 _MEMORY_AGE_S: Final = 0.5
-# The least duration that is expected of a task whose prefix was never measured. It is so long that
-# no task waits for it only to avoid a copy of its inputs.
+# The duration that is expected of a task whose prefix was never measured. It is so long that no
+# task waits for it only to avoid a copy of its inputs.
 _UNKNOWN_S: Final = 10 * RELUCTANCE_S
 
 
@@ -55,7 +55,6 @@ class Placement:
         self.only = self.devices if alone else None
         self._named: dict[tuple[type, object], Device] = {}
         self._durations_s: dict[str, float] = {}
-        self._typical_s = 0.0
         self._turn = 0
         self._memory_read_at = float("-inf")
 
@@ -76,9 +75,7 @@ class Placement:
     def add(self, claim: Claim) -> bool:
         """Count a task on its devices, until :meth:`remove`; return whether it waits for others."""
         self._turn += 1
-        unknown_s = max(self._typical_s, _UNKNOWN_S)
-        duration_s = self._durations_s.get(claim.prefix, unknown_s)
-        claim.expected_s = claim.slots * duration_s
+        claim.expected_s = claim.slots * self._durations_s.get(claim.prefix, _UNKNOWN_S)
         for device in claim.devices:
             state = self._states[device]
             state.last_turn = self._turn
@@ -101,7 +98,6 @@ class Placement:
         if seconds is not None:
             known = self._durations_s.get(claim.prefix, seconds)
             self._durations_s[claim.prefix] = known + _NEW_DURATION_WEIGHT * (seconds - known)
-            self._typical_s += _NEW_DURATION_WEIGHT * (seconds - self._typical_s)
 
     def share_of(self, request: Request, device: Device) -> float:
         """Return the part of a device that a request takes.

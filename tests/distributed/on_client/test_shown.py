@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import Any
 
 import pytest
-from distributed.utils_test import async_poll_for
 
 from dask_devctx import Device, LocalDeviceCluster
-from tests.distributed.devices import started, with_plugin
+from tests.distributed.devices import started
 from tests.python import python
 
 
@@ -58,19 +56,6 @@ def test_a_workers_warnings_are_shown_and_kept() -> None:
     assert "look here" in done.stdout
     (shown,) = [line for line in done.stderr.splitlines() if "look here" in line]
     assert re.fullmatch(r"[-0-9:, ]{23} - dask_devctx\.worker - WARNING - look here", shown)
-
-
-@with_plugin(devices=[0, 2])
-async def test_dasks_page_of_the_workers_has_columns(client: Any, scheduler: Any) -> None:
-    components = pytest.importorskip("distributed.dashboard.components.scheduler")
-
-    (state,) = scheduler.workers.values()
-    await async_poll_for(lambda: "device tasks" in state.metrics, timeout=10)
-    table = components.WorkerTable(scheduler)
-    table.update()
-    assert table.source.data["devices"] == [None, "cuda:0, cuda:2"]  # the first row is the total
-    assert table.source.data["device tasks"] == [0, 0]
-    assert table.source.data["device GiB in use"] == [0, 0]
 
 
 # 200 tasks on the four places of two workers; the cluster closes while the first of them run.
