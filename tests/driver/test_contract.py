@@ -214,14 +214,12 @@ def destroying_current_uncovers_the_next(d):
     assert int(ok(d.cuCtxGetCurrent())) == 0
 
 
-def asking_destroyed_contexts(d):
+def numbers_of_contexts(d):
     seen = []
     for _ in range(6):
         context = ok(d.cuCtxCreate(None, 0, 0))
         seen.append(ok(d.cuCtxGetId(context)))
         ok(d.cuCtxDestroy(context))
-        destroyed = names(d.cuCtxDestroy(context), d.cuCtxGetId(context))
-        assert destroyed == ["CONTEXT_IS_DESTROYED"] * 2
     assert len(set(seen)) == len(seen), seen  # numbers are never used again
 
 

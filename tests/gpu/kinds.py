@@ -302,7 +302,6 @@ def _views() -> Any:
 def _use_views(value: Any) -> Any:
     x, (same, turned) = value["x"], value["same"]
     assert x is same
-    assert x.data.ptr == turned.data.ptr
     return numbers([x, turned])
 
 

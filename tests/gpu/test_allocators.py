@@ -130,18 +130,18 @@ def current_resource() -> str:
 def each_resource() -> dict[str, Any]:
     """Each kind of resource on both devices of one worker, and the earlier ones afterwards."""
     kinds: dict[str, dict[str, Any]] = {
-        "managed": {"rmm_managed_memory": True},
-        "async": {"rmm_async": True, "rmm_release_threshold": "1 GiB"},
-        "limited": {"rmm_async": True, "rmm_maximum_pool_size": 0.5},
-        "tracked": {"rmm_pool_size": "1 GiB", "rmm_track_allocations": True},
-        "logged": {"rmm_pool_size": "1 GiB", "rmm_log_directory": "/tmp/rmm-logs-of-a-test"},
+        "managed": {"managed_memory": True},
+        "async": {"async": True, "release_threshold": "1 GiB"},
+        "limited": {"async": True, "maximum_pool_size": 0.5},
+        "tracked": {"pool_size": "1 GiB", "track_allocations": True},
+        "logged": {"pool_size": "1 GiB", "log_directory": "/tmp/rmm-logs-of-a-test"},
         "none": {},
     }
     seen: dict[str, Any] = {}
     with connected(devices=[0, 1], n_workers=1) as client:
         for name, options in kinds.items():
             print(name, file=sys.stderr, flush=True)
-            client.register_plugin(DevicePlugin(devices=[0, 1], **options))
+            client.register_plugin(DevicePlugin(devices=[0, 1], allocator=options or None))
             ((seen[name]),) = client.run(resources).values()
     return seen
 

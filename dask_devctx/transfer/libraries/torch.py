@@ -70,7 +70,10 @@ def _to_device(tensor: Any, device: Device) -> Any:
     plain = tensor.detach()
     as_it_is = is_dense(plain.stride(), plain.size()) and not plain.is_neg()
     moved = _copied(plain, device) if as_it_is else _by_torch(plain, device)
-    return moved.requires_grad_(tensor.requires_grad)
+    moved.requires_grad_(tensor.requires_grad)
+    if tensor.is_leaf and tensor.grad is not None:
+        moved.grad = to_device(tensor.grad, device)
+    return moved
 
 
 def _by_torch(tensor: Any, device: Device) -> Any:
