@@ -6,11 +6,12 @@ copy, too. An object in which nothing changes is not copied. This only reads the
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import gc
 import io
 import pickle
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from types import MemberDescriptorType
@@ -31,22 +32,23 @@ _SAID_OF_OBJECTS = [*_SAID, "__getnewargs__", "__getnewargs_ex__"]
 _PUT: dict[type, Any] = {list: list.extend, dict: dict.update, set: set.update}
 _MADE_OF_ITEMS = (tuple, frozenset)
 
-_registered: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {}
+# An object owns such attributes: a copy of a registered type does not share them with its source.
+_COLLECTIONS = frozenset([dict, OrderedDict, set])
+
+_registered: dict[type, Callable[[Any], Any]] = {}
 
 
 def register_copy(
     kind: type,
     parts: walk.Parts = gc.get_referents,
-    attribute: Callable[[Any], Any] = lambda part: part,
     finish: Callable[[Any], Any] = lambda made: None,
 ) -> None:
     """Register a type whose values are copied from their attributes, whatever their pickle is.
 
-    ``attribute`` returns the copy's own attribute for one of the source, still with its leaves.
     ``finish`` is called with the complete copy.
     """
     walk.register_parts(kind, parts)
-    _registered[kind] = attribute, finish
+    _registered[kind] = finish
 
 
 def _inherited(kind: type, name: str) -> Any:
@@ -61,14 +63,13 @@ class _How:
         self.base = base = next(
             each for each in kind.__mro__ if each in (*_PUT, *_MADE_OF_ITEMS, object)
         )
-        registered = [each for each in kind.__mro__ if each in _registered]
-        own = (lambda part: part), (lambda made: None)
-        self.attribute: Any
-        self.finish: Any
-        self.attribute, self.finish = _registered[registered[0]] if registered else own
+        # Called with the complete copy of a registered type.
+        self.finish = next(
+            (_registered[each] for each in kind.__mro__ if each in _registered), None
+        )
         # Only a type's own code can make another value of a type that defines its own copying, as
         # for pickle, or that is written in another language.
-        self.by_reduce = not registered and (
+        self.by_reduce = self.finish is None and (
             kind in copyreg.dispatch_table
             or any(
                 _inherited(kind, name) is not _inherited(base, name)
@@ -79,7 +80,7 @@ class _How:
             )
         )
         has_end = _inherited(kind, "__del__") is not None
-        self.ends = has_end and base is object and not registered
+        self.ends = has_end and base is object and self.finish is None
         self.has_dict = kind.__dictoffset__ != 0
         self.slots = walk.slots(kind)
 
@@ -91,7 +92,10 @@ class _How:
         for slot in self.slots:
             with suppress(AttributeError):  # not set
                 found[slot] = slot.__get__(value)
-        return {name: self.attribute(part) for name, part in found.items()}
+        if self.finish is not None:
+            for name, part in found.items():
+                found[name] = copy.copy(part) if type(part) in _COLLECTIONS else part
+        return found
 
 
 _how = Registry.remember(_How)
@@ -194,7 +198,8 @@ def _put(made: Any, state: tuple[Any, list[Any], dict[Any, Any]]) -> None:
             name.__set__(made, part)
         else:
             object.__getattribute__(made, "__dict__")[name] = part
-    _how[type(made)].finish(made)
+    if (finish := _how[type(made)].finish) is not None:
+        finish(made)
 
 
 class _Loader(pickle.Unpickler):

@@ -182,13 +182,10 @@ class Child(Owner):
 
 @pytest.mark.parametrize("kind", [Owner, Child])
 def test_a_registered_type_is_copied_from_its_attributes(kind: type) -> None:
-    def own(part: Any) -> Any:
-        return dict(part) if type(part) is dict else part
-
     def finish(made: Any) -> None:
         made.step += 1
 
-    rebuild.register_copy(Owner, attribute=own, finish=finish)
+    rebuild.register_copy(Owner, finish=finish)
     x = array(0)
     value = kind(x, "host")
     value.me = [value, x]

@@ -7,10 +7,8 @@ with a history (``grad_fn``) still goes by ``to``, which keeps the history.
 
 from __future__ import annotations
 
-import copy
 import functools
 import operator
-from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -134,15 +132,6 @@ def module_tensors(module: Any) -> list[Any]:
     return [*kind.parameters(module), *kind.buffers(module)]
 
 
-# Such objects own their collections of parameters, submodules and hooks. A copy is made from the
-# attributes and not from the pickle, which lacks state that an optimizer needs.
-_COLLECTIONS = frozenset([dict, OrderedDict, set])
-
-
-def _own(part: Any) -> Any:
-    return copy.copy(part) if type(part) in _COLLECTIONS else part
-
-
 def _own_step(optimizer: Any) -> None:
     """Let an optimizer step by its class: an LR scheduler's function would step the source."""
     if hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched"):
@@ -222,5 +211,6 @@ def _part(storage: Any, parts: Parts) -> object:
 def register() -> None:
     known(torch.Tensor, nbytes=_bytes, move=_to_device, host=_to_host, memory=_memory_of)
     known(torch.nn.Parameter, move=_parameter_to_device, host=_parameter_to_host)
-    register_copy(torch.nn.Module, attribute=_own)
-    register_copy(torch.optim.Optimizer, attribute=_own, finish=_own_step)
+    # A copy is made from the attributes: an optimizer's pickle lacks state that it needs.
+    register_copy(torch.nn.Module)
+    register_copy(torch.optim.Optimizer, finish=_own_step)

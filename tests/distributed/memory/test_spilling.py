@@ -166,7 +166,7 @@ def are_away(keys: list[str], dask_worker: Worker) -> list[bool]:
 
 
 def memory(x: SimulatedArray) -> Any:
-    return x._memory and x._memory.extent
+    return x._memory and x._memory.block.base
 
 
 def shares(both: list[Any]) -> list[bool]:
