@@ -11,6 +11,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from distributed.protocol import deserialize, serialize
 
 from dask_devctx import Context, Device, driver, to_device
 from dask_devctx.driver.backends import Backend
@@ -123,16 +124,12 @@ def test_runs_out_of_memory(machine):
     assert machine.gpus[0].used_memory == kept.nbytes
 
 
-def test_order_of_what_comes_from_the_host(host):
-    x = SimulatedArray.asarray(host, order="F")
-    assert x.flags.f_contiguous
-    assert not x.flags.c_contiguous
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_order_of_what_comes_from_the_host(host, order):
+    x = SimulatedArray.asarray(host, order=order)
+    assert (x.flags.c_contiguous, x.flags.f_contiguous) == (order == "C", order == "F")
     assert (x.get() == host).all()
-    assert SimulatedArray.asarray(host).flags.c_contiguous
-    assert SimulatedArray.asarray(host.T).flags.f_contiguous
-    assert SimulatedArray.asarray(x) is x
-    assert SimulatedArray.asarray(x, order="F") is x
-    assert SimulatedArray.asarray(x, order="C").flags.c_contiguous
+    assert SimulatedArray.asarray(x) is SimulatedArray.asarray(x, order=order) is x
     assert SimulatedArray.asarray(x, "f4", "F").flags.f_contiguous
 
 
@@ -192,25 +189,22 @@ def test_whatever_made_it_the_driver_knows_its_bytes(host, make):
     assert raw == x.get().tobytes(order="A")
 
 
-def test_arrives_on_the_device_that_is_current(host):
-    sent = pickle.dumps(on(1, host), protocol=5)
+@pytest.mark.parametrize("by_distributed", [True, False])
+def test_arrives_on_the_device_that_is_current_without_a_copy_of_its_host_bytes(
+    host, by_distributed
+):
+    if by_distributed:
+        header, frames = serialize(on(1, host))
+        assert header["serializer"] == "pickle"
+        assert sum(memoryview(frame).nbytes for frame in frames) < 1.1 * host.nbytes
+        arrive = lambda: deserialize(header, frames)  # noqa: E731
+    else:
+        sent = pickle.dumps(on(1, host), protocol=5)
+        arrive = lambda: pickle.loads(sent)  # noqa: E731
+    assert arrive().device is Device(0)
     with Device(2):
-        arrived = pickle.loads(sent)
-    assert arrived.device is Device(2)
-    assert (arrived.get() == host).all()
-    assert pickle.loads(sent).device is Device(0)
-    assert copy.deepcopy(arrived).device is Device(2)
-
-
-def test_distributed_sends_its_host_bytes_without_a_copy_of_them(host):
-    from distributed.protocol import deserialize, serialize
-
-    header, frames = serialize(on(1, host))
-    assert header["serializer"] == "pickle"
-    assert sum(memoryview(frame).nbytes for frame in frames) < 1.1 * host.nbytes
-    with Device(3):
-        arrived = deserialize(header, frames)
-    assert arrived.device is Device(3)
+        arrived = arrive()
+    assert arrived.device is copy.deepcopy(arrived).device is Device(2)
     assert (arrived.get() == host).all()
 
 

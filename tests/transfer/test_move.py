@@ -120,22 +120,6 @@ def test_peer_access_is_tried_again_where_memory_was_short(machine, x):
     assert machine.faults.calls["cuCtxEnablePeerAccess"] == 3
 
 
-class Pair:
-    def __init__(self, a, b):
-        self.a, self.b = a, b
-        self.nbytes = a.nbytes + b.nbytes
-
-
-def test_a_users_own_type_takes_two_functions(x):
-    device_of.register(Pair, lambda pair: device_of([pair.a, pair.b]))
-    to_device.register(
-        Pair, lambda pair, device: Pair(to_device(pair.a, device), to_device(pair.b, device))
-    )
-    moved = to_device([Pair(x, x), x], 1)
-    assert moved[0].a is moved[0].b is moved[1]
-    assert nbytes_by_device(moved[0]) == {Device(1): 2 * x.nbytes}
-
-
 class Grid:
     def __init__(self, cells, **attributes):
         self.cells = cells
@@ -206,6 +190,9 @@ def test_users_types_in_host_memory(x):
     copied = to_device([OnHost(x), x], "cpu")
     assert type(copied[0].cells) is np.ndarray
     assert copied[0].cells is copied[1]  # one call's copies are made once
+    to_device.register(OnHost, lambda grid, device: OnHost(to_device(grid.cells, device)))
+    moved = to_device([OnHost(x), x], 1)
+    assert moved[0].cells is moved[1]
     device_of.register(Named, lambda value: "cuda:2")
     with pytest.raises(TypeError) as caught:
         to_device([Named()], "cpu")

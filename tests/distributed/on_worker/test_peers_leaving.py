@@ -132,9 +132,6 @@ def test_no_room_stays_reserved_for_a_value_that_is_cancelled_on_its_way() -> No
         assert peers.until(lambda: client.run(reserved, workers=receiver)[address] == 0, 10)
 
 
-# -- versions
-
-
 # -- values that cannot be read
 
 
