@@ -163,11 +163,6 @@ class Move:
         # Without a stamp, wait for all work that the source has been given until now.
         return stamped or [Stamp.of_devices([source])]
 
-    def order_copy_after(self, source: Device) -> None:
-        """Make the copy wait for the work just given to the source's current streams."""
-        assert self.device is not None
-        Stamp.of_streams([source]).hold_back(self.device)
-
     def keep(self, value: Any) -> None:
         """Keep a value alive until the copy that reads it is done."""
         self._read.append(value)

@@ -6,7 +6,7 @@ libcudf fails with an error that explains nothing.
 
 from __future__ import annotations
 
-import threading
+import functools
 from typing import Any, NoReturn
 
 import cudf
@@ -15,18 +15,18 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.errors import DevctxError
 from dask_devctx.transfer.libraries import known
 
-_lock = threading.Lock()
-_used: list[Device] = []  # the one device of this process that has cuDF's objects
+
+@functools.cache
+def _home() -> Device:
+    """Return the one device of this process that has cuDF's objects: that of the first."""
+    return Device.current() or Device(0)
 
 
 def _device() -> Device:
-    here = Device.current()
-    with _lock:
-        if not _used:
-            _used.append(here or Device(0))
-    if here not in (None, _used[0]):
-        raise _two_devices(_used[0], here)
-    return _used[0]
+    home, here = _home(), Device.current()
+    if here not in (None, home):
+        raise _two_devices(home, here)
+    return home
 
 
 def _bytes(value: Any) -> dict[Device, int]:

@@ -7,7 +7,7 @@ from typing import Any
 import cupy
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.transfer.events import cupy_stream
+from dask_devctx.transfer.events import Stamp, cupy_stream
 from dask_devctx.transfer.libraries import known
 from dask_devctx.transfer.location import Memory, nbytes_by_device
 from dask_devctx.transfer.move import current_move, to_device
@@ -29,7 +29,7 @@ def _to_device(array: Any, device: Device) -> Any:
         move.order(source, on_source=True)
         with source:
             array = cupy.array(array, order="K", copy=True)
-        move.order_copy_after(source)
+        Stamp.of_streams([source]).hold_back(device)
         move.keep(array)
     memory = cupy.cuda.alloc(array.nbytes)
     stream = cupy_stream(device.device_id)
