@@ -13,9 +13,11 @@ import tomllib
 import click
 import pytest
 import yaml
+from cuda.bindings.driver import CUresult
 from distributed.cli import dask_scheduler, dask_worker
 
 import dask_devctx
+from dask_devctx import Device, SimulatedArray
 from dask_devctx.cli import devctx
 from tests.python import ROOT, python
 
@@ -255,7 +257,7 @@ def test_workflows_run_commands_of_the_makefile():
     assert all(f"\n{target}:" in makefile for target in targets)
 
 
-# -- the page on contexts, which names tests
+# -- the pages on contexts, which name tests, and the recipe that handles errors
 
 SCOPES = (ROOT / "tests" / "cuda" / "SCOPES.md").read_text()
 NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", SCOPES)))
@@ -265,3 +267,24 @@ NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", SCOPES)))
 def test_a_named_test_is_there(path, name):
     body = ast.parse((ROOT / path).read_text()).body
     assert name in [getattr(node, "name", "") for node in body]
+
+
+def test_the_recipe_handles_errors(machine):
+    (text,) = re.findall(
+        r"^## Transfer and wait, with errors handled\n.*?```python\n(.*?)```",
+        PAGES["docs/recipes.md"],
+        re.MULTILINE | re.DOTALL,
+    )
+    names = {}
+    exec(compile(text, "recipes.md", "exec"), names)
+    with Device(0):
+        data = SimulatedArray.asarray([1.0, 2.0])
+    machine.gpus[1].used_memory = machine.gpus[1].total_memory
+    assert names["total"](data, [Device(1), Device(2)]) == 6.0
+    with pytest.raises(MemoryError, match="no device has room"):
+        names["total"](data, [Device(1)])
+    machine.gpus[1].used_memory = 0
+    machine.faults.inject("cuCtxSynchronize", CUresult.CUDA_ERROR_LAUNCH_FAILED)
+    with pytest.raises(RuntimeError, match="work on cuda:1 failed: CUDA_ERROR_LAUNCH_FAILED"):
+        names["total"](data, [Device(1)])
+    assert Device.current() is None

@@ -19,8 +19,6 @@ LINES = 340
 # One idea each, of which no part can stand alone.
 LONGER = {
     "annotations.py": 425,  # read by kinds
-    "client/report.py": 370,  # its rows and its text
-    "client/timeline.py": 400,
     "cuda/context.py": 475,  # what every context has, and the primary one
     "cuda/device.py": 440,
     "errors.py": 640,  # the tree of errors: read one by one

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -28,14 +27,6 @@ def info(*arguments: str) -> Result:
 def as_json() -> dict[str, Any]:
     found: dict[str, Any] = json.loads(info("--json").stdout)
     return found
-
-
-@pytest.fixture
-def only(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    def show(value: str) -> None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-
-    return show
 
 
 def test_dask_finds_the_command() -> None:
@@ -104,37 +95,33 @@ def test_json_has_everything(machine: SimulatedMachine) -> None:
     assert first["cpu_affinity"] == sorted(first["cpu_affinity"])
 
 
-def test_what_is_hidden(only: Callable[[str], None], machine: SimulatedMachine) -> None:
-    only("2,0")
+def test_what_is_hidden(machine: SimulatedMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
     text = info().stdout
     assert "2 simulated devices" in text
     assert "CUDA_VISIBLE_DEVICES '2,0'" in text
     hidden = text.split("Hidden by CUDA_VISIBLE_DEVICES:")[1]
-    assert machine.gpus[1].uuid in hidden
-    assert machine.gpus[3].uuid in hidden
+    assert all(machine.gpus[n].uuid in hidden for n in (1, 3))
     found = as_json()
-    assert [device["uuid"] for device in found["devices"]] == [
-        machine.gpus[2].uuid,
-        machine.gpus[0].uuid,
-    ]
+    assert [one["uuid"] for one in found["devices"]] == [machine.gpus[n].uuid for n in (2, 0)]
     assert [device["nvml_index"] for device in found["hidden"]] == [1, 3]
 
 
-def test_what_is_wrong_is_said(only: Callable[[str], None]) -> None:
-    only("0,9")
+@pytest.mark.parametrize(
+    ("value", "status", "said"),
+    [
+        ("0,9", 0, "- CUDA_VISIBLE_DEVICES='0,9': the entry '9' hides itself"),
+        ("", 1, "CUDA_VISIBLE_DEVICES=''"),
+        ("7", 1, "CUDA_VISIBLE_DEVICES='7'"),
+    ],
+)
+def test_problems_and_the_status(
+    value: str, status: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     result = info()
-    assert result.exit_code == 0
-    assert "- CUDA_VISIBLE_DEVICES='0,9': the entry '9' hides itself" in result.stdout
-
-
-@pytest.mark.parametrize("value", ["", "-1", "7"])
-def test_no_device_is_status_1(only: Callable[[str], None], value: str) -> None:
-    only(value)
-    result = info()
-    assert result.exit_code == 1
-    assert "0 simulated devices" in result.stdout
-    assert f"CUDA_VISIBLE_DEVICES={value!r}" in result.stdout.split("Problems:")[1]
-    assert info("--json").exit_code == 1
+    assert said in result.stdout.split("Problems:")[1]
+    assert (result.exit_code, info("--json").exit_code) == (status, status)
 
 
 def test_an_option_that_is_out_of_range_is_a_problem() -> None:

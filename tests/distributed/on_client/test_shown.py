@@ -1,4 +1,4 @@
-"""Texts, tables and logs of a cluster: its devices, and little where it closes in mid-work."""
+"""Tables and logs of a cluster: its devices, and little where it closes in mid-work."""
 
 from __future__ import annotations
 
@@ -7,17 +7,9 @@ import re
 
 import pytest
 
-from dask_devctx import Device, LocalDeviceCluster
+from dask_devctx import Device
 from tests.distributed.devices import started
 from tests.python import python
-
-
-def test_a_cluster() -> None:
-    with LocalDeviceCluster(
-        devices=[1, 3], n_workers=1, processes=False, dashboard_address=":0"
-    ) as cluster:
-        assert repr(cluster).startswith("LocalDeviceCluster(")
-        assert repr(cluster).endswith(", devices=cuda:1, cuda:3)")
 
 
 def test_a_worker_says_which_devices_it_took(caplog: pytest.LogCaptureFixture) -> None:
