@@ -95,7 +95,6 @@ _BY_OWNER: Final = {
 }
 # For a scheduler that shows dask's dashboard: these need Bokeh.
 _OF_A_DASHBOARD: Final = {
-    "distributed.dashboard.components:": "add_periodic_callback",
     "distributed.dashboard.components.scheduler:": "env.loader",
     "distributed.dashboard.core:": "DaskBokehTornado",
     "distributed.dashboard.scheduler:": "template_variables",

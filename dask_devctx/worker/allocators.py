@@ -49,14 +49,6 @@ def allocating(worker: Worker, devices: Sequence[Device], options: Options) -> I
         yield
 
 
-def sizes(device: Device, options: Options) -> dict[str, int | None]:
-    """Return the bytes that the options mean on a device, by the options' names."""
-    return {
-        "device_memory_limit": limit_nbytes(device, options.device_memory_limit),
-        **{name: _aligned(device, getattr(options, name)) for name in _SIZES},
-    }
-
-
 # -- RMM
 
 
