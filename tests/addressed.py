@@ -32,11 +32,11 @@ class AddressedDriver(SimulatedDriver):
             b"cuCtxSetCurrent": _SetCurrent(self._set_current),
             b"cuCtxGetId": _GetId(self._get_id),
             b"cuThreadExchangeStreamCaptureMode": _Exchange(self._exchange),
-            b"cuMemFree": _OfOne(self._free),
-            b"cuEventQuery": _OfOne(self._query),
-            b"cuCtxRecordEvent": _OfTwo(self._record),
-            b"cuMemcpyAsync": self._enqueues("cuMemcpyAsync", 4),
-            b"cuEventRecord": self._enqueues("cuEventRecord", 2),
+            b"cuMemFree": self._calls("cuMemFree", 1),
+            b"cuEventQuery": self._calls("cuEventQuery", 1),
+            b"cuCtxRecordEvent": self._calls("cuCtxRecordEvent", 2),
+            b"cuMemcpyAsync": self._calls("cuMemcpyAsync", 4, self.enqueued),
+            b"cuEventRecord": self._calls("cuEventRecord", 2, self.enqueued),
             b"cuLaunchKernelEx": _OfFour(self._launch),
             b"cuStreamIsCapturing": _OfTwo(self._is_capturing),
             b"cuStreamQuery": _OfOne(self._query_stream),
@@ -63,18 +63,10 @@ class AddressedDriver(SimulatedDriver):
             mode[0] = int(before)
         return int(status)
 
-    def _free(self, pointer: int | None) -> int:
-        return int(self.cuMemFree(pointer or 0)[0])
-
-    def _query(self, event: int | None) -> int:
-        return int(self.cuEventQuery(event or 0)[0])
-
-    def _record(self, context: int | None, event: int | None) -> int:
-        return int(self.cuCtxRecordEvent(context or 0, event or 0)[0])
-
-    def _enqueues(self, name: str, count: int) -> Any:
+    def _calls(self, name: str, count: int, noted: list[str] | None = None) -> Any:
         def call(*numbers: int | None) -> int:
-            self.enqueued.append(name)
+            if noted is not None:
+                noted.append(name)
             return int(getattr(self, name)(*[number or 0 for number in numbers[:count]])[0])
 
         return _OfFour(call)

@@ -100,7 +100,7 @@ def test_an_event_is_recorded_without_the_gil_where_the_legacy_stream_is_busy(
 
     def note(context: Any, event: Any) -> Any:
         caller = inspect.currentframe().f_back.f_code.co_name  # type: ignore[union-attr]
-        by_address.append(caller == "_record")
+        by_address.append(caller == "call")  # of AddressedDriver
         return record(context, event)
 
     monkeypatch.setattr(look.machine.driver, "cuCtxRecordEvent", note)
