@@ -49,8 +49,7 @@ class Context(RunningScope):
     this class, too.
 
     Making a context leaves the thread's current context as it was. So does every property. If
-    making it fails half-way, the new context is destroyed. A copy of the object
-    is the object itself, as for ``Device``. The object cannot be pickled.
+    making it fails half-way, the new context is destroyed. The object cannot be copied or pickled.
 
     References
     ----------
@@ -127,16 +126,10 @@ class Context(RunningScope):
         borrowed._owned = False
         return borrowed
 
-    def __copy__(self) -> Self:
-        return self  # a copy would own the context, too, and destroy it a second time
-
-    def __deepcopy__(self, memo: object) -> Self:
-        return self
-
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"{self!r} cannot be pickled: a context is one process' alone. Send its device, and "
-            "make a context there or ask for one"
+            f"{self!r} cannot be copied or pickled: a context has one owner, in one process. Send "
+            "its device, and make a context there or ask for one"
         )
 
     def _bind(self) -> int:
@@ -163,7 +156,7 @@ class Context(RunningScope):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Context):
             return NotImplemented
-        if self._identity is None:  # it was dead when it was borrowed: nothing identifies it
+        if self._identity is None:  # a primary one, or it was dead when it was borrowed
             return self is other
         return self._backend is other._backend and self._identity == other._identity
 
@@ -205,21 +198,17 @@ class Context(RunningScope):
             why += "; release() gives up this process's hold of it" if self.is_primary else ""
             raise DeviceScopeError(self, why)
         with _closing:
-            if self._handle:
-                self._destroy()
-
-    def _destroy(self) -> None:
-        calls = self._backend.calls
-        # Noted before the call: no scope makes the context current until it is known to be alive.
-        if self._identity is not None:
-            self._backend.destroyed.add(self._identity)
-        try:
-            calls.destroy(self._handle)
-        except DriverError:
-            if self._identity is not None:
-                self._backend.destroyed.discard(self._identity)
-            raise
-        self._handle = 0
+            if not self._handle:
+                return
+            # Noted before the call: no scope makes it current until it is known to be alive.
+            destroyed = self._backend.destroyed
+            destroyed.add(self._identity)
+            try:
+                self._backend.calls.destroy(self._handle)
+            except DriverError:
+                destroyed.discard(self._identity)
+                raise
+            self._handle = 0
 
     @property
     def device(self) -> Device:
@@ -244,21 +233,11 @@ class Context(RunningScope):
     @property
     def is_primary(self) -> bool:
         """Whether it is its device's primary context."""
-        return bool(self._handle) and self._device.primary_context._has_handle(self._handle)
+        return self is self._device.primary_context
 
     @property
     def flags(self) -> ContextFlags:
-        """The flags of the context. One flag or several can be set.
-
-        Raises
-        ------
-        TypeError, ValueError
-            On setting, for the same reasons as when a context is made with these flags.
-
-        References
-        ----------
-        ``cuCtxGetFlags``, ``cuCtxSetFlags``.
-        """
+        """The flags of the context, which can be set: ``cuCtxGetFlags``, ``cuCtxSetFlags``."""
         return ContextFlags(self.run(self._calls.flags))
 
     @flags.setter
@@ -277,31 +256,23 @@ class Context(RunningScope):
     # -- its actions
 
     def set_current(self) -> None:
-        """Make it current on this thread until something else changes that.
+        """Make it current on this thread until something else changes that: ``cuCtxSetCurrent``.
 
         Raises
         ------
         DeviceScopeError
             It was closed or destroyed.
-
-        References
-        ----------
-        ``cuCtxSetCurrent``.
         """
         self._check_alive()
         self._calls.set_current(self._handle)
 
     def synchronize(self) -> None:
-        """Wait until all work of the context is done; the current context stays.
+        """Wait for all work of the context; the current one stays: ``cuCtxSynchronize``.
 
         Raises
         ------
         DriverError
             Work of the context failed.
-
-        References
-        ----------
-        ``cuCtxSynchronize``.
         """
         self.run(self._calls.synchronize)
 
@@ -338,12 +309,6 @@ class PrimaryContext(Context):
     def _check_alive(self) -> None:
         self._bind()
 
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return hash(self._device)
-
     def __repr__(self) -> str:
         return f"<PrimaryContext of {self._device!r}>"
 
@@ -362,11 +327,6 @@ class PrimaryContext(Context):
             return self._calls.primary_retain(ordinal) == handle
         finally:
             self._calls.primary_release(ordinal)
-
-    @property
-    def is_primary(self) -> bool:
-        """True."""
-        return True
 
     @property
     def is_active(self) -> bool:

@@ -77,7 +77,7 @@ class Device(RunningScope):
 
     _uuid: str
     _info: DeviceInfo | None
-    _primary: PrimaryContext | None
+    _primary: PrimaryContext
 
     def __new__(cls, which: object = None) -> Self:
         if type(which) is int:  # the most common case: every `with Device(1):`
@@ -115,7 +115,7 @@ class Device(RunningScope):
                 device._handle = 0
                 device._uuid = uuid
                 device._info = None
-                device._primary = None
+                device._primary = PrimaryContext(device)
                 backend.devices[uuid] = found = device
         return found
 
@@ -133,11 +133,8 @@ class Device(RunningScope):
         Notes
         -----
         Initialises nothing. No device is current before something in this process has used CUDA,
-        and none is ever current on a machine without a driver.
-
-        References
-        ----------
-        ``cuCtxGetCurrent``, ``cuCtxGetDevice``.
+        and none is ever current on a machine without a driver. The context is asked for
+        (``cuCtxGetCurrent``) before its device.
         """
         backend = driver.backend()
         return cls._of_current_context(backend) if backend.current_context() else None
@@ -228,15 +225,12 @@ class Device(RunningScope):
     def memory_info(self) -> MemoryInfo:
         """Free and total bytes of the device now; any process may hold the rest.
 
+        Without NVML the driver says it, which needs the primary context.
+
         Raises
         ------
         DriverError
             Neither NVML nor the driver answers.
-
-        References
-        ----------
-        ``nvmlDeviceGetMemoryInfo``; without NVML ``cuMemGetInfo``, which needs the primary
-        context.
         """
         found = discovery.memory_info(self._backend, self._found)
         if found is None:
@@ -247,24 +241,17 @@ class Device(RunningScope):
     @property
     def primary_context(self) -> PrimaryContext:
         """The context that all libraries of this process share; reading this does not create it."""
-        with _lock:
-            if self._primary is None:
-                self._primary = PrimaryContext(self)
-            return self._primary
+        return self._primary
 
     context = primary_context
 
     def can_access_peer(self, peer: object) -> bool:
-        """Return whether kernels here can reach the memory of ``peer``, another device.
+        """Return whether kernels here can reach another device's memory: ``cuDeviceCanAccessPeer``.
 
         Parameters
         ----------
         peer
             Anything that :class:`Device` accepts. A device is not a peer of itself.
-
-        References
-        ----------
-        ``cuDeviceCanAccessPeer``.
         """
         return self._backend.driver().can_access_peer(self._ordinal(), Device(peer)._ordinal())
 
@@ -290,7 +277,7 @@ class Device(RunningScope):
                 self._backend.calls.primary_release(ordinal)
 
     def set_current(self) -> None:
-        """Make it current on this thread until something else changes that.
+        """Make it current on this thread until something else changes that: ``cuCtxSetCurrent``.
 
         Raises
         ------
@@ -300,16 +287,12 @@ class Device(RunningScope):
         Notes
         -----
         When a scope that is open on the thread is left, it restores the context from before it.
-
-        References
-        ----------
-        ``cuCtxSetCurrent``, with the primary context.
         """
         handle = self._handle or self._bind()
         self._backend.calls.set_current(handle)
 
     def synchronize(self) -> None:
-        """Wait until all work of the device's primary context is done.
+        """Wait until all work of the device's primary context is done: ``cuCtxSynchronize``.
 
         Raises
         ------
@@ -319,10 +302,6 @@ class Device(RunningScope):
         Notes
         -----
         An unused device has nothing to wait for; this does not create a context on it.
-
-        References
-        ----------
-        ``cuCtxSynchronize``.
         """
         if self._handle or self._backend.driver().primary_state(self._ordinal())[1]:
             with self:

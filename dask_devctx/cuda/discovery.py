@@ -44,22 +44,14 @@ def ordinal_if_known(backend: Backend, uuid: str) -> int | None:
 
 def driver_ordinal(backend: Backend, info: DeviceInfo) -> int:
     """Return the ordinal by which the driver knows a device; it has to be the environment's."""
-    shown = backend.uuids()
-    wanted = _bare(info.uuid)
-    value = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if wanted not in shown:
-        raise VisibleDevicesError(
-            value,
-            f"the environment shows {info}, but CUDA does not. CUDA read the variable when it was "
-            "initialised: set it before anything uses CUDA, and do not change it afterwards",
-        )
-    ordinal = shown.index(wanted)
+    shown, wanted = backend.uuids(), _bare(info.uuid)
+    ordinal = shown.index(wanted) if wanted in shown else -1
     if ordinal != info.device_id:
         raise VisibleDevicesError(
-            value,
-            f"CUDA numbers {info.uuid} as {ordinal}, the environment says {info.device_id}. Set "
-            "CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER before anything uses CUDA, and do not "
-            "change them afterwards",
+            os.environ.get("CUDA_VISIBLE_DEVICES"),
+            f"CUDA {'does not show' if ordinal < 0 else f'has as {ordinal}'} the device {info} of "
+            "the environment. Set CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER before anything uses "
+            "CUDA, and do not change them afterwards",
         )
     return ordinal
 

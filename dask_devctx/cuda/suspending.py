@@ -134,10 +134,6 @@ class RunningScope(Scope):
         scope that is open on the thread is left, it restores the context from before it. This
         initialises and destroys nothing.
 
-        References
-        ----------
-        ``cuCtxSetCurrent``, with no context, repeated until no context is current.
-
         Examples
         --------
         >>> from dask_devctx import Device

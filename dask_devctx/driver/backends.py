@@ -39,7 +39,7 @@ class Backend:
         self.native: Native | None = None
         # The ids of the contexts that this process destroyed itself, so that the driver is not
         # asked about their handles again.
-        self.destroyed: set[int] = set()
+        self.destroyed: set[int | None] = set()
         # One Device per GPU, by UUID. They are kept here to live as long as their driver.
         self.devices: dict[str, Any] = {}
         # The same by ordinal. Empty until CUDA is initialised, which fixes the ordinals.
@@ -82,7 +82,7 @@ class Backend:
                 f"the CUDA driver does not start: {error}{seen}", _REMEDY
             ) from error
         except Exception as error:  # the bindings' errors for a missing library vary
-            raise _no_driver(error) from error
+            raise DriverUnavailableError(f"there is no CUDA driver: {error}", _REMEDY) from error
         if self.initialised:  # by a signal handler, meanwhile
             return
         self.environment = environment()
@@ -127,23 +127,6 @@ def _native(calls: Calls) -> Native | None:
     return Native(get_current, set_current) if get_current and set_current else None
 
 
-def _no_driver(error: Exception) -> DriverUnavailableError:
-    return DriverUnavailableError(f"there is no CUDA driver: {error}", _REMEDY)
-
-
-_backends: weakref.WeakSet[Backend] = weakref.WeakSet()
-
-
-def _mark_forked() -> None:
-    # In the child of a process that used the driver, it always answers NOT_INITIALIZED.
-    for backend in _backends:
-        if backend.initialised:
-            backend.calls.checked.forked = True
-
-
-os.register_at_fork(after_in_child=_mark_forked)
-
-
 def real() -> Backend:
     """Return the machine's own driver and NVML; neither library is loaded yet."""
     import pynvml
@@ -168,19 +151,21 @@ class ProcessLock:
     def __exit__(self, *exc: object) -> None:
         self._lock.release()
 
-    def _after_fork(self) -> None:
-        if self._lock.acquire(blocking=False):  # free, or held by this thread
-            self._lock.release()
-        else:
-            self._lock = threading.RLock()
 
-
+_backends: weakref.WeakSet[Backend] = weakref.WeakSet()
 _locks: weakref.WeakSet[ProcessLock] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
     for lock in _locks:
-        lock._after_fork()
+        if lock._lock.acquire(blocking=False):  # free, or held by this thread
+            lock._lock.release()
+        else:
+            lock._lock = threading.RLock()
+    # In the child of a process that used the driver, it always answers NOT_INITIALIZED.
+    for backend in _backends:
+        if backend.initialised:
+            backend.calls.checked.forked = True
 
 
 os.register_at_fork(after_in_child=_after_fork)

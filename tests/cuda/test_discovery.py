@@ -84,10 +84,10 @@ def test_another_library_started_cuda_first(machine, monkeypatch):
     machine.driver.cuInit(0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
     device, hidden = devices()
-    with pytest.raises(VisibleDevicesError, match="as 1, the environment says 0") as caught:
+    with pytest.raises(VisibleDevicesError, match="has as 1 the device cuda:0") as caught:
         device.set_current()
     assert caught.value.value == "3,1"
-    with pytest.raises(VisibleDevicesError, match="set it before anything uses CUDA"):
+    with pytest.raises(VisibleDevicesError, match="does not show"):
         hidden.set_current()
 
 
