@@ -165,10 +165,7 @@ class Context(RunningScope):
 
     def __del__(self) -> None:
         if getattr(self, "_owned", False) and self._handle and not sys.is_finalizing():
-            import logging  # imported late: most programs load this module before they log
-
             said = f"{self!r} was never closed: it lives, with its memory, until the process ends"
-            logging.getLogger(__name__).warning("%s. Close it: 'with closing(...)'", said)
             warnings.warn(said, ResourceWarning, stacklevel=2, source=self)
 
     def close(self) -> None:

@@ -168,7 +168,8 @@ class Device(RunningScope):
     # -- its properties
 
     @property
-    def _found(self) -> DeviceInfo:
+    def info(self) -> DeviceInfo:
+        """All known facts about the device, found without a context."""
         if self._info is not None:
             return self._info
         info = naming.find(self._uuid, discovery.inventory(self._backend))
@@ -186,7 +187,7 @@ class Device(RunningScope):
         DeviceNotFoundError
             This process does not have the device. Every property but ``uuid`` raises this.
         """
-        return self._found.device_id
+        return self.info.device_id
 
     @property
     def uuid(self) -> str:
@@ -194,24 +195,19 @@ class Device(RunningScope):
         return self._uuid
 
     @property
-    def info(self) -> DeviceInfo:
-        """All known facts about the device, found without a context."""
-        return self._found
-
-    @property
     def name(self) -> str | None:
         """The product's name; None if neither NVML nor the driver says it."""
-        return self._found.name
+        return self.info.name
 
     @property
     def pci_bus_id(self) -> str | None:
         """Domain, bus, device and function: ``"0000:00:06.0"``."""
-        return self._found.pci_bus_id
+        return self.info.pci_bus_id
 
     @property
     def compute_capability(self) -> ComputeCapability:
         """Major and minor number of the architecture."""
-        found = self._found.compute_capability
+        found = self.info.compute_capability
         if found is None:  # NVML does not say it; the driver knows it without a context
             found = self._backend.driver().device_compute_capability(self._ordinal())
         return ComputeCapability(*found)
@@ -232,7 +228,7 @@ class Device(RunningScope):
         DriverError
             Neither NVML nor the driver answers.
         """
-        found = discovery.memory_info(self._backend, self._found)
+        found = discovery.memory_info(self._backend, self.info)
         if found is None:
             with self:
                 found = self._backend.calls.work.memory_info()
@@ -258,7 +254,7 @@ class Device(RunningScope):
     # -- its actions
 
     def _ordinal(self) -> int:
-        return discovery.driver_ordinal(self._backend, self._found)
+        return discovery.driver_ordinal(self._backend, self.info)
 
     def _bind(self) -> int:
         with _lock:

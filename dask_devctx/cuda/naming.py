@@ -175,10 +175,8 @@ def _read_text(text: str) -> Name:
     hint = f"A device is {ACCEPTED}"
     if several := listed(text):
         hint = f"Several devices are a list: devices={several}, on_device({several}). {hint}"
-    if text.lower() == "any":
-        hint = f'For any device, write dask.annotate(device="{AUTO}"). {hint}'
-    if text != text.strip() and _read_text(text.strip()).kind != "unknown":
-        hint = f"It has blanks around the name: write {text.strip()!r}"
+    if text != text.strip():
+        hint = f"It has blanks around it. {hint}"
     if text in (AUTO, NO_DEVICE):
         hint = f"{text!r} is for annotations alone: dask.annotate(device={text!r}). {hint}"
     if _HOST.fullmatch(text):

@@ -70,10 +70,6 @@ def on_device(
     >>> where("here")
     ('here', 2)
     """
-    import inspect  # imported late: see dask_devctx.cuda.suspending
-
-    if inspect.isroutine(which) or isinstance(which, type):
-        raise TypeError(f"on_device needs a device: write @on_device(1) above {which!r}")
     if isinstance(which, list | tuple):
         which = list(which)  # the caller may change its own
         if not which:
@@ -98,12 +94,11 @@ class DeviceFunction(Generic[P, T]):
     __wrapped__: Callable[P, T]
 
     def __init__(self, which: object, fn: Callable[P, T], synchronize: bool = False) -> None:
-        if not callable(fn):
-            hint = ". Put it below @classmethod or @property, next to the function"
-            if not isinstance(fn, classmethod | property | functools.cached_property):
-                hint = ""
-            said = _decorator(which, synchronize)
-            raise TypeError(f"{said} decorates something callable, got {fn!r}{hint}")
+        if not callable(fn) or isinstance(fn, staticmethod):
+            raise TypeError(
+                f"{_decorator(which, synchronize)} decorates something callable, got {fn!r}. Put "
+                "it below @staticmethod, @classmethod and @property, next to the function"
+            )
         functools.update_wrapper(self, fn)
         self.which = which
         self.synchronize = synchronize
@@ -120,16 +115,14 @@ class DeviceFunction(Generic[P, T]):
         return result
 
     def __get__(self, instance: object, owner: type | None = None) -> Callable[..., T]:
-        if instance is None or isinstance(self.__wrapped__, staticmethod):
-            return self
-        return types.MethodType(self, instance)
+        return self if instance is None else types.MethodType(self, instance)
 
     def __getattr__(self, name: str) -> Any:
         # inspect reads the kind of a function from its code. asyncio and dask use inspect.
         if name in ("__code__", "__defaults__", "__kwdefaults__", "__name__"):
             fn: Any = self.__wrapped__
-            while isinstance(fn, (functools.partial, staticmethod)):
-                fn = fn.func if isinstance(fn, functools.partial) else fn.__func__
+            while isinstance(fn, functools.partial):
+                fn = fn.func
             return getattr(fn, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 

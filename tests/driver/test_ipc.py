@@ -251,26 +251,6 @@ def an_instance(kind):
         assert refusal(machine.work.ipc_open, peer.handle) == "NOT_SUPPORTED"
 
 
-def faults_reach_it(kind):
-    with Peer(kind) as peer:
-        machine = make_machine()
-        refused = types.CUresult.CUDA_ERROR_MAP_FAILED
-        machine.machine.faults.inject("cuIpcOpenMemHandle", refused)
-        assert refusal(machine.work.ipc_open, peer.handle) == "MAP_FAILED"
-        pointer = machine.work.ipc_open(peer.handle)
-        machine.machine.faults.poison(types.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS)
-        for call, *arguments in (
-            (machine.work.ipc_open, peer.handle),
-            (machine.work.ipc_close, pointer),
-            (machine.work.copy, pointer, pointer + 8, 8, 0),
-            (machine.work.copy_to_host, pointer, 8),
-            (machine.work.copy_from_host, pointer, b"8 bytes."),
-            (machine.work.stream_create,),
-            (machine.work.stream_synchronize, 0),
-        ):
-            assert refusal(call, *arguments) == "ILLEGAL_ADDRESS", call
-
-
 def an_export_of_whose_place_another_one_took(kind):
     with Peer(kind) as peer:
         calls = make_machine()
