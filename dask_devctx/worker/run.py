@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from distributed import Reschedule
 
-from dask_devctx import driver
 from dask_devctx.cuda import suspending
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.on_device import known_as_the_tasks
@@ -29,8 +27,6 @@ from dask_devctx.worker.values.value import Value
 
 if TYPE_CHECKING:
     from dask_devctx.worker.runs import Runs
-
-logger = logging.getLogger(__name__)
 
 # NVTX ranges have the keys of tasks; Nsight Systems shows them on the devices' threads.
 _DOMAIN: Final = "dask"
@@ -81,9 +77,7 @@ class DeviceRun(_Run, Claim):
     """A run of a task on its devices, which is its own claim on them; the first is current.
 
     It can be pickled, unless it asks for more than a slot. In another process, it runs on the
-    device of the same UUID, unguarded, and its inputs stay as they are. A process that was forked
-    after CUDA was initialized can use no device: there a task that asked for no device runs without
-    one, and any other fails.
+    device of the same UUID, unguarded, and its inputs stay as they are.
     """
 
     is_plain = True  # it takes one slot, and none on other threads than the device's
@@ -240,28 +234,13 @@ class DeviceRun(_Run, Claim):
                 "worker's process, and its executor is of other processes. Leave out the "
                 "annotation 'executor', or name one device with dask.annotate(device=1)"
             )
-        return functools.partial, (_run_elsewhere, self.task, self.devices[0], self.asked_for)
+        return functools.partial, (_run_elsewhere, self.task, self.devices[0])
 
 
-def _run_elsewhere(
-    task: Callable[[Any], Any], device: Device, asked_for: bool, data: Any = ()
-) -> Any:
+def _run_elsewhere(task: Callable[[Any], Any], device: Device, data: Any = ()) -> Any:
     """Run a task in the process that unpickled it; return its result."""
-    with begins_with_the_task:
-        backend = driver.current_backend()
-        if not asked_for and backend is not None and backend.calls.checked.forked:
-            _warn_forked()
-            return task(data)
-        with known_as_the_tasks(device):
-            return suspending.call(device, task, data)
-
-
-@functools.cache
-def _warn_forked() -> None:
-    logger.warning(
-        "This process was forked after CUDA was initialised and can use no device: tasks that name "
-        "no device run without one. Create the pool with multiprocessing's 'spawn' context"
-    )
+    with begins_with_the_task, known_as_the_tasks(device):
+        return suspending.call(device, task, data)
 
 
 class HostRun(_Run):
