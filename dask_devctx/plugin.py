@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 from distributed import Status, Worker, WorkerPlugin
@@ -161,50 +160,45 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             return
         check_worker(worker)  # before the scheduler is asked for devices
         turn = registration.Turn(worker)  # so that an earlier plugin does not withdraw the devices
-        share = self._share = DeviceShare(worker, self.options, partial(self._changed, worker))
-        if not share.can_start:
-            await share.settle()
+        name = next((n for n, plugin in worker.plugins.items() if plugin is self), self.name)
+        share = self._share = DeviceShare(worker, self.options, name)
+        failure: Exception | None = None
+        try:
+            if devices := share.at_once():
+                failure = self._use(worker, devices)
+            try:
+                devices = await share.settle()
+            except Exception as error:
+                devices, failure = (), error
             if self._share is not share:  # the plugin was removed meanwhile
                 return
-        try:
-            failure = self._set_up(worker, share)
-        except Exception as error:
-            if not self.is_required:
+            if failure is not None or devices != self.worker_devices:
+                failure = self._use(worker, devices, failure)
+        except BaseException as error:
+            if not (self.is_required and isinstance(error, Exception)):
+                share.release()
+                self._share = None
                 raise
             failure = error
-        if failure is None:
-            await share.settle()
-            if self._share is share and self.extension is not None:
-                await registration.announce(
-                    worker, self.worker_devices, turn, limits=self.extension.limits
-                )
-        else:
+        if failure is not None:
+            share.release()
             if not await registration.refuse(worker, failure, turn, leaves=self.is_required):
                 raise failure  # dask tells the client, and keeps the plugin
-
-    def _set_up(self, worker: Worker, share: DeviceShare) -> Exception | None:
-        try:
-            self.extension = DeviceExtension(worker, self.options, share)
-        except BaseException:
-            self._share = None
-            share.release()
-            raise
-        self.extension.warn_of_few_threads()
-        if self.extension.failure is not None:
-            share.release()
-        else:
+        elif self.extension is not None:
             registration.say_devices(self.worker_devices)
-        return self.extension.failure
-
-    def _changed(self, worker: Worker) -> None:
-        """Use the devices that the worker has from now on, after others came or went."""
-        if self.extension is not None and self._share is not None:
-            self.extension.close()
-            self._set_up(worker, self._share)
             limits = self.extension.limits
-            worker.loop.add_callback(
-                registration.announce, worker, self.worker_devices, limits=limits
-            )
+            await registration.announce(worker, self.worker_devices, turn, limits=limits)
+
+    def _use(
+        self, worker: Worker, devices: tuple[Device, ...], failure: Exception | None = None
+    ) -> Exception | None:
+        """Let the worker use devices in place of those that it has; return why it cannot."""
+        if self.extension is not None:
+            self.extension.close()
+            self.extension = None
+        self.extension = DeviceExtension(worker, self.options, devices, failure)
+        self.extension.warn_of_few_threads()
+        return self.extension.failure
 
     async def teardown(self, worker: Worker) -> None:
         """Restore the worker as it was before :meth:`setup`; running tasks run to their end."""
@@ -222,8 +216,6 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             await no_more_heartbeats(worker)
 
 
-def held_devices(
-    devices: Iterable[Device], *, in_process: bool, cluster: str = ""
-) -> dict[Device, str]:
-    """Return the devices that a new worker on this machine could not have, with their holders."""
-    return holders(devices, config.get("lock-directory"), cluster, in_process=in_process)
+def held_devices(devices: Iterable[Device]) -> dict[Device, str]:
+    """Return the devices that workers on this machine hold, with the workers."""
+    return holders(devices, config.get("lock-directory"))

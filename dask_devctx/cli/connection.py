@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import click
 import dask
 from distributed.comm import get_address_host
-from distributed.core import coerce_to_address
 
 from dask_devctx.config.options import is_ucx, require_ucx
 from dask_devctx.errors import DevctxError
@@ -47,13 +44,3 @@ def scheduler_address(scheduler: str | None, scheduler_file: str | None) -> str 
                 f"{error}"
             ) from error
     return address
-
-
-def cluster_address(address: str | None, scheduler_file: str | None) -> str:
-    """Return the address by which workers name their cluster; "" if it is not known yet."""
-    if scheduler_file:
-        try:
-            address = json.loads(Path(scheduler_file).read_text("utf-8"))["address"]
-        except (OSError, ValueError, KeyError, TypeError):  # dask waits for it
-            return ""
-    return coerce_to_address(address) if address else ""

@@ -11,7 +11,7 @@ import click
 import dask
 from distributed.cli.dask_worker import main as dask_worker
 
-from dask_devctx.cli.connection import cluster_address, said, scheduler_address
+from dask_devctx.cli.connection import said, scheduler_address
 from dask_devctx.client.arguments import NOT_NEEDED
 from dask_devctx.client.layout import lay_out
 from dask_devctx.config.checks import RMM, flag, key_of
@@ -86,7 +86,6 @@ def _run(**given: Any) -> None:
     if address is None and not Path(given["scheduler_file"]).exists():
         file = given["scheduler_file"]
         click.echo(f"Waiting for {file}, which dask scheduler --scheduler-file writes", err=True)
-    cluster = cluster_address(address, given["scheduler_file"])
     with said():
         if is_ucx(given["protocol"]):
             require_ucx(given["protocol"])
@@ -96,7 +95,7 @@ def _run(**given: Any) -> None:
         with dask.config.set(settings):
             options = Options()
             require_packages(options)
-            layout = lay_out(options, n_workers, processes=given["nanny"], cluster=cluster)
+            layout = lay_out(options, n_workers, processes=given["nanny"])
     if layout.held:
         names = ", ".join(map(str, layout.free))
         click.echo(f"The workers use the devices that are free, {names}: {layout.held}", err=True)

@@ -111,12 +111,8 @@ class LocalDeviceCluster(WatchedCluster):
         elif both := [n for n, value in {**given, **settings}.items() if value is not None]:
             raise TypeError(f"give either a plugin or its options, got both: {', '.join(both)}")
         require_packages(plugin.options)
-        self._layout = layout = lay_out(
-            plugin.options,
-            n_workers,
-            processes=kwargs.get("processes") is not False,
-            in_process=not has_nannies(kwargs),
-        )
+        processes = kwargs.get("processes") is not False
+        self._layout = layout = lay_out(plugin.options, n_workers, processes=processes)
         if layout.held:
             names = ", ".join(map(str, layout.free)) or "none now"
             logger.warning("This cluster uses devices that are free, %s: %s", names, layout.held)

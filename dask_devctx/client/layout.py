@@ -25,10 +25,9 @@ class Layout:
     options: Mapping[str, Any]  # those of the workers, with their devices
     devices: tuple[Device, ...]  # that the cluster may use
     n_workers: int  # how many it starts
-    share: int | None  # how many devices each worker has for itself; None for all of them
+    share: int | None  # how many devices each worker has for itself; None where it has all of them
     free: tuple[Device, ...]  # those that no others hold now
     held: str  # who holds the others
-    least: int  # how many devices each worker needs; 0 where workers use the same ones
 
     @property
     def per_worker(self) -> int:
@@ -48,7 +47,7 @@ class Layout:
 
     def check(self, n_workers: int) -> None:
         """Refuse more workers than have devices."""
-        share = self.share or self.least
+        share = self.share or 0
         if n_workers * share > len(self.devices):
             raise ValueError(
                 f"{counted(n_workers, 'worker')} with {counted(share, 'device')} each would need "
@@ -67,14 +66,7 @@ def used_devices(options: Options) -> tuple[Device, ...]:
     return used
 
 
-def lay_out(
-    options: Options,
-    n_workers: int | None,
-    *,
-    processes: bool,
-    in_process: bool = False,
-    cluster: str = "",
-) -> Layout:
+def lay_out(options: Options, n_workers: int | None, *, processes: bool) -> Layout:
     """Return the layout of a new cluster, or of more workers of one that is there.
 
     It raises DevicesInUseError where others hold devices that the cluster needs.
@@ -82,12 +74,7 @@ def lay_out(
     used = used_devices(options)
     taken: Mapping[Device, str] = {}
     if not options.shared and n_workers != 0:
-        # A single worker shares with those of its process, or of its cluster.
-        alone = options.devices_per_worker is None
-        alone = alone and (n_workers or default_n_workers(used, options, processes)) == 1
-        taken = held_devices(devices(), in_process=in_process and alone, cluster=cluster)
-        if alone and cluster:
-            taken = {d: who for d, who in taken.items() if not who.endswith(f" of {cluster}")}
+        taken = held_devices(devices())
     free = tuple(device for device in used if device not in taken)
     held = {device: taken[device] for device in used if device in taken}
     wanted = (options.devices_per_worker or 1) * (n_workers or 1)
@@ -107,19 +94,19 @@ def lay_out(
     if options.devices is not None or used is free:  # a worker may see them in another order
         own["devices"] = tuple(device.uuid for device in used)
     share = None if options.shared else options.devices_per_worker
-    divided = share is None and started > 1 and not options.shared
+    divided = share is None and not options.shared
     if divided:
-        share = own["devices_per_worker"] = max(len(free) // started, 1)
+        among = started or default_n_workers(free, options, processes)
+        share = own["devices_per_worker"] = max(len(free) // among, 1)
     left_over = len(free) - started * (share or len(free))
-    if left_over > 0 and (divided or n_workers is None):
+    if started and left_over > 0 and (divided or n_workers is None):
         warnings.warn(
             f"{counted(started, 'worker')} will use {len(free) - left_over} of the {len(free)} "
             f"devices, {share} each: {counted(left_over, 'device')} will be idle",
             stacklevel=users_level(),
         )
     text = held_text({str(device): who for device, who in held.items()})
-    least = int(processes and not options.shared)
-    layout = Layout(options, own, used, started, share, free, text, least)
+    layout = Layout(options, own, used, started, share, free, text)
     layout.check(started)
     return layout
 

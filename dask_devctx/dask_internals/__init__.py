@@ -115,7 +115,7 @@ ON_A_WORKER, ON_A_SCHEDULER = (
         "stream_handlers[remove-worker]",
         "handlers handlers[processing] handlers[unregister] host_info "
         "plugins[shuffle].active_shuffles rpc running "
-        "stream_handlers[task-erred]",
+        "stream_handlers[task-erred] worker_plugins",
     )
 )
 

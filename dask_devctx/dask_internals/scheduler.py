@@ -26,6 +26,11 @@ async def add_worker_plugin(scheduler: Scheduler, plugin: WorkerPlugin) -> None:
     await scheduler.register_worker_plugin(None, dumps(plugin), name=plugin.name, idempotent=False)
 
 
+def registered_plugin(scheduler: Scheduler, name: str) -> object:
+    """Return the plugin that all workers get, another object after each registration; or None."""
+    return scheduler.worker_plugins.get(name)
+
+
 def warn_clients(scheduler: Scheduler, text: str) -> None:
     """Let all clients of a scheduler warn, as :meth:`distributed.Worker.warn` of a worker does."""
     scheduler.log_event("warn", {"message": dumps(text), "category": dumps(UserWarning)})

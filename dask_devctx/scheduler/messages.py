@@ -25,8 +25,6 @@ RECHUNK: Final = "devctx_rechunk"
 FAILED: Final = "devctx_device_failed"
 TOPIC: Final = "devctx"
 ACTION: Final = "device-failed"
-# The handler on a worker, by which the scheduler changes the worker's devices.
-SHARE: Final = "devctx_share"
 # The message that a worker answers with its history.
 HISTORY: Final = "devctx_history"
 # The most rows of one kind in one answer, so that neither event loop is held for long.

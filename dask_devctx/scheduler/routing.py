@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial, update_wrapper
 from typing import Any
@@ -40,7 +39,6 @@ from dask_devctx.scheduler.messages import (
     PROTOCOL,
     RECHUNK,
     REFUSE,
-    SHARE,
     TOPIC,
     Failure,
 )
@@ -56,8 +54,6 @@ _REFUSALS: Mapping[str, Callable[..., Exception]] = {
 }
 # The entries of an event that tells of a failure.
 _IS_FAILURE = {"action": ACTION, "protocol": PROTOCOL}
-# How long the scheduler waits for a worker that gives up devices.
-_ANSWER_S = 10.0
 
 
 class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
@@ -118,7 +114,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             self._cluster.join(address, time())
         self._suspects = SuspectTasks(scheduler)
         self.failures = self._suspects.latest
-        self._sharing = Sharing(self._share, scheduler.workers, self._grace_s)
+        self._sharing = Sharing(scheduler, self._grace_s)
         acts: dict[str, Callable[..., Any]] = {
             ANNOUNCE: self._announced,
             REFUSE: self._refused,
@@ -231,6 +227,10 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             limits,
         )
         self._cluster.announce(address, devices)
+        if used:
+            self._sharing.heard(address)
+        else:
+            self._sharing.left(address, may_return=False)
         if address in self._cluster.workers:
             self._review()
 
@@ -253,12 +253,6 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     def _rechunk(self, address: str, shuffle: str, number: int) -> None:
         lead_outputs(self.scheduler, shuffle, number)
-
-    async def _share(self, address: str, uuids: Sequence[str], version: int) -> None:
-        told: Awaitable[object] = internals.ask(
-            self.scheduler, address, SHARE, uuids=list(uuids), version=version
-        )
-        await asyncio.wait_for(told, _ANSWER_S)
 
     # -- tasks
 
@@ -296,7 +290,6 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     def _stop_waiting(self) -> None:
         """Stop waiting for the workers whose time is over."""
-        self.scheduler.loop.add_callback(self._sharing.even_out)
         if self._cluster.expire(time() - self._grace_s):
             self._review()
 

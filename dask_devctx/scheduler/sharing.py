@@ -3,168 +3,166 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from distributed import Scheduler
 from distributed.metrics import time
 
-logger = logging.getLogger(__name__)
+from dask_devctx.dask_internals.scheduler import registered_plugin
 
-# A claim of a worker that never joined ends after this time.
+# How long the workers of a cluster wait for the others that a plugin was registered on.
+_REGISTERING_S = 20.0
+# The devices of a worker that never joined are free after this time.
 _JOINING_S = 60.0
 
-# Given a worker's address, its process's devices and their version, tells the worker about them.
-Tell = Callable[[str, Sequence[str], int], Awaitable[object]]
+
+class Claim(NamedTuple):
+    """The UUIDs that a worker may use, and how many of them it wants; None for a fair part."""
+
+    candidates: Sequence[str]
+    number: int | None = None
+    before: Collection[str] = ()  # that it had until now
 
 
-@dataclass
-class Claim:
-    """The devices that a process may use, by its workers' addresses, and those that it has.
+def divide(claims: Mapping[str, Claim], taken: Collection[str] = ()) -> dict[str, list[str]]:
+    """Return the UUIDs of each worker: evenly, each to one worker, and with few changes.
 
-    The first claim in ``order`` came first; ``at`` is the time of its latest message. A claim whose
-    last worker left is kept for a while, for the worker that a nanny starts in its place.
+    A worker that wants a number of devices gets all of these, or none.
     """
+    gone, shares = set(taken), {one: list[str]() for one in claims}
+    owned = set().union(*(claim.before for claim in claims.values()))
+    wishes: dict[str, list[str]] = {}
+    for n, (one, claim) in enumerate(claims.items()):
+        # The parts of workers that see the same devices begin at different ones.
+        first = 0 if claim.number else -(-n * len(claim.candidates) // len(claims))
+        turned = [*claim.candidates[first:], *claim.candidates[:first]]
+        own = [uuid for uuid in turned if uuid in claim.before]
+        new = [uuid for uuid in turned if uuid not in owned]
+        wishes[one] = list(dict.fromkeys((*own, *new, *turned)))
 
-    order: int
-    at: float
-    wanted: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    held: tuple[str, ...] = ()
-    left_at: float | None = None
+    def turn(one: str) -> tuple[int, int]:
+        return (0 if claims[one].number else len(shares[one]) + 1), len(wishes[one])
 
-    @property
-    def candidates(self) -> tuple[str, ...]:
-        """The UUIDs that any of its workers may use."""
-        return tuple(dict.fromkeys(itertools.chain(*self.wanted.values())))
-
-
-def divide(claims: Mapping[str, Claim]) -> dict[str, tuple[str, ...]]:
-    """Return the UUIDs of each process: evenly, each to one process, and with few changes."""
-    shares: dict[str, list[str]] = {process: [] for process in claims}
-    owners = {uuid: process for process, claim in claims.items() for uuid in claim.held}
-    taken: set[str] = set()
-    open_ = set(claims)
+    open_ = list(claims)
     while open_:
-        process = min(
-            open_, key=lambda p: (len(shares[p]), len(claims[p].candidates), claims[p].order)
-        )
-        free = [uuid for uuid in claims[process].candidates if uuid not in taken]
-        own = [uuid for uuid in free if owners.get(uuid) == process]
-        unowned = [uuid for uuid in free if uuid not in owners]
-        if not free:
-            open_.remove(process)
+        one = min(open_, key=turn)
+        share, count = shares[one], claims[one].number
+        found = next((uuid for uuid in wishes[one] if uuid not in gone), None)
+        if found is not None and len(share) != count:
+            gone.add(found)
+            share.append(found)
             continue
-        uuid = [*own, *unowned, *reversed(free)][0]  # the first devices of a process stay with it
-        taken.add(uuid)
-        shares[process].append(uuid)
-    return {
-        process: tuple(uuid for uuid in claims[process].candidates if uuid in share)
-        for process, share in shares.items()
-    }
+        open_.remove(one)
+        if count and len(share) < count:
+            gone.difference_update(share)
+            share.clear()
+    return shares
+
+
+class _Share(NamedTuple):
+    name: object  # of the worker
+    uuids: Collection[str]
+    since: float  # when it got them; for a worker that left, when it did
 
 
 class Sharing:
-    """Divides devices among the processes of a cluster, and tells their workers of changes.
+    """Divides devices among workers: each keeps its own until it leaves or gets another plugin.
 
-    A device is known by its UUID. So workers in containers that see the same device share it out,
-    too, although they may have different lock directories. The devices of a worker that left are
-    kept ``grace_s`` for a worker that takes its place.
+    A device is known by its UUID, so workers in containers that see the same device share it out,
+    too. The workers that a plugin is registered on share evenly; one that joins later gets free
+    devices. Those of a worker that left are kept ``grace_s`` for one that takes its place.
     """
 
-    def __init__(self, tell: Tell, workers: Mapping[str, Any], grace_s: float) -> None:
-        self._grace_s = grace_s
-        self._tell = tell
-        self._workers = workers
+    def __init__(self, scheduler: Scheduler, grace_s: float) -> None:
+        self._scheduler, self._grace_s = scheduler, grace_s
+        self._shares: dict[str, _Share] = {}  # by address
+        self._left: list[_Share] = []
+        self._plugin: object = None  # the latest that was registered on all workers
+        # The claims that wait for the workers that are missing.
         self._claims: dict[str, Claim] = {}
-        self._counter = itertools.count(1)
-        self._lock = asyncio.Lock()
+        self._names: dict[str, object] = {}
+        self._missing: set[str] = set()
+        self._answer: asyncio.Future[dict[str, Any]] | None = None
 
-    async def claim(self, address: str, process: str, candidates: Sequence[str]) -> dict[str, Any]:
-        """Return the devices of a worker's process; other processes give up some for it.
+    async def claim(
+        self,
+        address: str,
+        name: object,
+        plugin: str,
+        candidates: Sequence[str],
+        count: int | None,
+    ) -> dict[str, Any]:
+        """Return the ``uuids`` of a worker, maybe none, and by UUID the ``holders`` of others."""
+        loop = asyncio.get_running_loop()
+        answer = self._answer = self._answer or loop.create_future()
+        registered = registered_plugin(self._scheduler, plugin)
+        if registered is not None and registered is not self._plugin:
+            self._plugin = registered
+            self._missing.update(self._scheduler.workers)
+            self._left.clear()
+            loop.call_later(_REGISTERING_S, self._divide, answer)
+        self._claims[address] = Claim(candidates, count)
+        self._names[address] = name
+        self.heard(address)
+        shares = await asyncio.shield(answer)
+        holders = {
+            uuid: f"worker {share.name}"
+            for other, share in self._shares.items()
+            for uuid in share.uuids
+            if other != address
+        }
+        return {"uuids": shares.get(address, ()), "holders": holders}
 
-        ``uuids`` are none if there are more processes than devices, and ``holders`` then has an
-        address by UUID. Workers of one process use the same devices.
-        """
-        async with self._lock:
-            self._forget_absent(address)
-            claims = dict(self._claims)
-            mine = claims.pop(process, None) or _taken_over(claims, candidates)
-            if mine is None or mine.left_at is not None:
-                held = mine.held if mine else ()
-                mine = Claim(mine.order if mine else next(self._counter), time(), held=held)
-            wanted = {**mine.wanted, address: tuple(candidates)}
-            claims[process] = replace(mine, at=time(), wanted=wanted)
-            shares = divide(claims)
-            if not all(shares.values()):
-                holders = {
-                    uuid: next(iter(claim.wanted), "a worker")
-                    for claim in self._claims.values()
-                    for uuid in claim.held
-                }
-                return {"uuids": [], "version": 0, "holders": holders}
-            self._claims = claims
-            version = await self._apply(shares, but=address)
-            return {"uuids": list(shares[process]), "version": version, "holders": {}}
+    def heard(self, address: str) -> None:
+        """Note that a worker is not waited for any longer."""
+        self._missing.discard(address)
+        if self._answer is not None and not self._missing:
+            self._divide(self._answer)
 
     def left(self, address: str, *, may_return: bool) -> None:
-        """Note that a worker left; its devices are kept if it may return, with another address."""
-        for process, claim in list(self._claims.items()):
-            if address not in claim.wanted:
-                continue
-            if len(claim.wanted) > 1:
-                del claim.wanted[address]
-            elif may_return:
-                claim.left_at = time()
-            else:
-                del self._claims[process]
+        """Note that a worker uses no devices from now on; they are kept if it may return."""
+        share = self._shares.pop(address, None)
+        if share is not None and may_return:
+            self._left.append(share._replace(since=time()))
+        self._claims.pop(address, None)
+        self.heard(address)
 
-    async def even_out(self) -> None:
-        """Divide the devices that workers left behind."""
-        async with self._lock:
-            self._forget_absent()
-            for process, claim in list(self._claims.items()):
-                if claim.left_at is not None and time() - claim.left_at >= self._grace_s:
-                    del self._claims[process]
-            await self._apply(divide(self._claims))
+    def _divide(self, answer: asyncio.Future[dict[str, Any]]) -> None:
+        if answer is not self._answer:
+            return  # the others came in time
+        now, there = time(), self._scheduler.workers
+        self._left = [one for one in self._left if now - one.since < self._grace_s]
+        for address, share in list(self._shares.items()):
+            if address not in there and now - share.since > _JOINING_S:
+                del self._shares[address]
+        claims, self._claims = self._claims, {}
+        self._missing.clear()
+        self._answer = None
+        for address, claim in claims.items():
+            claims[address] = self._as_before(address, claim)
+        shares = divide(claims, self._taken())
+        for address, uuids in shares.items():
+            if uuids:
+                self._shares[address] = _Share(self._names.pop(address), uuids, now)
+        answer.set_result(shares)
 
-    async def _apply(self, shares: Mapping[str, tuple[str, ...]], but: str = "") -> int:
-        """Tell all workers of changed processes, first those that give up devices."""
-        version = next(self._counter)
-        less: list[str] = []
-        more: list[str] = []
-        for process, share in shares.items():
-            claim = self._claims[process]
-            if share != claim.held:
-                (less if set(claim.held) - set(share) else more).append(process)
-                claim.held = share
-        for processes in (less, more):
-            # Workers may have left while others were told.
-            claims = [(one, self._claims[one]) for one in processes if one in self._claims]
-            told = {
-                address: self._tell(address, shares[process], version)
-                for process, claim in claims
-                for address in claim.wanted
-                if address != but and claim.left_at is None
-            }
-            answers = await asyncio.gather(*told.values(), return_exceptions=True)
-            for address, answer in zip(told, answers, strict=True):
-                if isinstance(answer, Exception):  # it may have ended just now
-                    logger.debug("%s was not told of its devices: %r", address, answer)
-        return version
+    def _taken(self) -> set[str]:
+        return {uuid for one in (*self._shares.values(), *self._left) for uuid in one.uuids}
 
-    def _forget_absent(self, but: str = "") -> None:
-        """Forget workers that never came."""
-        for claim in list(self._claims.values()):
-            if claim.left_at is None and time() - claim.at > _JOINING_S:
-                for address in claim.wanted.keys() - self._workers.keys() - {but}:
-                    self.left(address, may_return=False)
-
-
-def _taken_over(claims: dict[str, Claim], candidates: Sequence[str]) -> Claim | None:
-    """Take out the claim of a process that ended, if it held some of the candidates."""
-    for process, claim in claims.items():
-        if claim.left_at is not None and set(claim.held) & set(candidates):
-            return claims.pop(process)
-    return None
+    def _as_before(self, address: str, claim: Claim) -> Claim:
+        """Let a worker have its own devices, or those of a worker whose place it takes."""
+        share = self._shares.pop(address, None)
+        if share is None:
+            free = set(claim.candidates) - self._taken()
+            for one in self._left:
+                is_same = one.name == self._names[address]
+                if is_same or (len(free) < (claim.number or 1) and share is None):
+                    share = one
+            if share is None:
+                return claim
+            self._left.remove(share)
+            if claim.number is None:
+                mine = [uuid for uuid in claim.candidates if uuid in share.uuids]
+                claim = claim._replace(candidates=mine)
+        return claim._replace(before=share.uuids)

@@ -13,7 +13,7 @@ from distributed import Worker
 
 from dask_devctx.annotations import Unannotated
 from dask_devctx.config.options import LOOK_AHEAD, Options, remembered_tasks
-from dask_devctx.cuda.device import Device
+from dask_devctx.cuda.device import Device, devices
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.dask_internals import check_worker
 from dask_devctx.dask_internals.connections import unpickled_later
@@ -31,7 +31,6 @@ from dask_devctx.worker.failures.oom_retries import Retries
 from dask_devctx.worker.failures.shutdown import begin_the_end
 from dask_devctx.worker.functions import functions_of_clients
 from dask_devctx.worker.leases.registration import has_routing
-from dask_devctx.worker.leases.share import DeviceShare
 from dask_devctx.worker.metrics.history import remembering
 from dask_devctx.worker.metrics.prometheus import exposed
 from dask_devctx.worker.metrics.record import Record
@@ -61,10 +60,15 @@ class DeviceExtension:
     that ask for a device fail with this error, and all other tasks run as before.
     """
 
-    def __init__(self, worker: Worker, options: Options, share: DeviceShare) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        options: Options,
+        own: tuple[Device, ...],
+        failure: Exception | None = None,
+    ) -> None:
         self._worker = worker
-        self._share = share
-        self.failure: Exception | None = None
+        self.failure = failure
         self.copies: Copies | None = None
         self.store: Store | None = None
         self.limits: dict[Device, int] = {}
@@ -73,9 +77,9 @@ class DeviceExtension:
             history = 0
             try:
                 history = remembered_tasks()
-                used = self._devices(steps, options)
+                used = self._devices(steps, options, own)
             except Exception as error:
-                self.failure, used = error, ()
+                self.failure, used = self.failure or error, ()
             tasks_per_device = options.tasks_per_device
             self.admission = Admission(used, tasks_per_device, self.limits)
             self.placement = Placement(self.admission, options.policy or start_soonest)
@@ -136,7 +140,6 @@ class DeviceExtension:
                 self.admission,
                 self.monitor,
                 self.record,
-                share=share,
                 unannotated=unannotated,
                 landing=in_place_of_the_first(used),
                 store=self.store,
@@ -150,8 +153,8 @@ class DeviceExtension:
                 DeviceActors(worker, self.monitor, move_inputs=options.move_inputs).used()
             )
             if used:
-                threads = options.cpu_threads
-                steps.enter_context(threads_without_a_device(worker, threads, share.part))
+                threads, part = options.cpu_threads, len(used) / max(len(devices()), len(used))
+                steps.enter_context(threads_without_a_device(worker, threads, part))
             steps.enter_context(functions_of_clients(worker, self.monitor, used, options))
             steps.enter_context(short_collections(worker))
             steps.enter_context(self.runs.executing())
@@ -161,9 +164,12 @@ class DeviceExtension:
         """Restore the worker; running tasks run to their end."""
         self._steps.close()
 
-    def _devices(self, steps: ExitStack, options: Options) -> tuple[Device, ...]:
+    def _devices(
+        self, steps: ExitStack, options: Options, devices: tuple[Device, ...]
+    ) -> tuple[Device, ...]:
         """Use all devices of the worker, or none of them."""
-        devices = self._share.devices
+        if not devices:
+            return ()
         with ExitStack() as taking:
             limit = options.device_memory_limit
             self.limits = {  # without a limit, tasks may reserve all memory of a device

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
-from distributed import Reschedule, Worker
+from distributed import Worker
 
 from dask_devctx.annotations import (
     ANY_DEVICE,
@@ -36,7 +36,6 @@ from dask_devctx.worker.tracebacks import of_the_user
 if TYPE_CHECKING:
     from dask_devctx.worker.actors import DeviceActors
     from dask_devctx.worker.failures.monitor import Monitor
-    from dask_devctx.worker.leases.share import DeviceShare
     from dask_devctx.worker.metrics.record import Record
     from dask_devctx.worker.placement.placement import Placement
     from dask_devctx.worker.threads.executors import DeviceThreadPoolExecutor
@@ -57,7 +56,6 @@ class Runs:
         monitor: Monitor,
         record: Record,
         *,
-        share: DeviceShare,
         unannotated: Unannotated,
         landing: Device | None,
         store: Store | None,
@@ -75,7 +73,6 @@ class Runs:
         self.nvtx = nvtx  # the package that names ranges for profilers; None without ranges
         self._worker = worker
         self._tasks = worker.state.tasks
-        self._share = share
         self._unannotated = unannotated
         self._failure = failure  # why the worker does not have the devices
         self._slot = admission.slot
@@ -103,7 +100,6 @@ class Runs:
     def _begin(self, ts: Any) -> DeviceRun | HostRun | Refused | None:
         """Return the run of a task; None to run it as without this package."""
         annotations = ts.annotations
-        wanted = ANY_DEVICE
         try:
             isolated, once = _conditions(annotations) if annotations else (0, "")
             wanted = requested_device(annotations, ts.key, self._unannotated, ts.run_spec)
@@ -116,8 +112,6 @@ class Runs:
             # Of the traceback, only the lines of a policy or of an annotation help the user.
             error = error.with_traceback(of_the_user(error))
             failure = explained(error, annotations)
-            if self._share.gave_up(wanted.name):  # another worker has the device now
-                return Refused(ts.run_spec, Reschedule())
             self.record.refused(ts, failure)
             return Refused(ts.run_spec, failure)
         run.isolated, run.once = isolated, once

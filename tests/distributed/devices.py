@@ -22,7 +22,7 @@ from dask_devctx.worker.leases.lease import Lease
 
 def acquire(found: Sequence[Device], count: int, *, holder: str, directory: Any = None) -> Lease:
     """Take the first ``count`` free devices as another worker does."""
-    lease = Lease(holder, directory, alone=True)
+    lease = Lease(holder, directory)
     lease.take(found, count)
     return lease
 

@@ -23,7 +23,6 @@ from dask_devctx.errors import LockDirectoryError
 _MUTEX = "mutex.lock"
 _POLL_S = 0.005
 _NOTE_NBYTES = 512
-_RELEASED = (0.0, 0.0)  # the times of a file whose holder released it
 
 
 def default_directory() -> Path:
@@ -36,11 +35,10 @@ def default_directory() -> Path:
 
 
 class Lock:
-    """An open lock file, which :meth:`close` or :meth:`release` closes."""
+    """An open lock file, held unless somebody else holds it, until it is closed."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self.users = 1
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.is_held = True  # by this object
@@ -50,32 +48,16 @@ class Lock:
 
     @property
     def note(self) -> str:
-        """The note of the holder, or of the last one."""
+        """The note of the holder."""
         return os.pread(self._fd, _NOTE_NBYTES, 0).decode(errors="replace")
-
-    @property
-    def last_sign(self) -> float:
-        """The time of the holder's last sign of life; 0 where it released the lock."""
-        return os.fstat(self._fd).st_mtime
 
     def claim(self, note: str) -> None:
         """Leave a note about the holder."""
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, note.encode()[:_NOTE_NBYTES], 0)
 
-    def touch(self) -> None:
-        """Give a sign of life, as the time of the lock's file."""
-        if self._fd >= 0:
-            os.utime(self._fd)
-
-    def release(self) -> None:
-        """Free the lock for good; nothing happens if it is free already."""
-        if self._fd >= 0:
-            os.utime(self._fd, _RELEASED)
-            self.close()
-
     def close(self) -> None:
-        """Free the lock, as the end of its process does."""
+        """Free the lock, as the end of its process does; a second call does nothing."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             if self.is_held:  # closing is not enough: a forked child may have the file open
@@ -109,7 +91,7 @@ def choosing(path: Path, timeout_s: float) -> Iterator[Callable[[str], Lock]]:
         try:
             yield lock
         finally:
-            mutex.release()
+            mutex.close()
     finally:
         os.close(directory)  # locks that are held stay held
 

@@ -83,9 +83,9 @@ def check_two_hosts(client: Client) -> None:
 def test_workers_of_a_machine_share_it_out(address: str) -> None:
     env = {"DASK_DEVCTX__DEVICES_PER_WORKER": "2"}
     with ExitStack() as stack:
-        # one command with two workers, and their nannies
+        # one command with two workers, and their nannies: it divides the devices
         command = (*WORKER[:1], "--nworkers", "2", *WORKER[1:])
-        stack.enter_context(dask_command(*command, address, env=env))
+        stack.enter_context(dask_command(*command, address))
         client = stack.enter_context(Client(address))
         client.wait_for_workers(2, timeout=30)
         names = []

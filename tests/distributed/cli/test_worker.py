@@ -96,7 +96,7 @@ def run(*arguments: str) -> Result:
     [
         ("", "4", 8, {"devices-per-worker": 1}),
         ("--devices 0,2", "2", 8, {"devices": (), "devices-per-worker": 1}),
-        ("--n-workers 1", "1", 32, {"devices-per-worker": None}),
+        ("--n-workers 1", "1", 32, {"devices-per-worker": 4}),
         ("--nworkers 2 --tasks-per-device 2", "2", 32, {"devices-per-worker": 2}),
         ("--devices-per-worker 2 --n-workers 1", "1", 16, {"devices-per-worker": 2}),
         ("--no-nanny", "1", 32, {}),
@@ -117,7 +117,7 @@ def test_numbers(
     assert run(ADDRESS, *arguments.split()).exit_code == 0
     (call,) = started
     assert (call["n_workers"], call["nthreads"]) == (n_workers, nthreads)
-    n_devices = call["config"]["devices-per-worker"] or 4
+    n_devices = call["config"]["devices-per-worker"]
     assert call["memory_limit"] == MEMORY_LIMIT * n_devices // 4
     assert call["preload"] == ("dask_devctx",)
     assert call["config"].items() >= settings.items()
@@ -210,20 +210,20 @@ def two_held() -> Iterator[None]:
     ("arguments", "n_workers", "nthreads", "each"),
     [
         ("", "2", 8, 1),
-        ("--n-workers 1", "1", 16, None),
+        ("--n-workers 1", "1", 16, 2),
         ("--devices 2,3", "2", 8, 1),
     ],
 )
 @pytest.mark.usefixtures("two_held")
 def test_beside_another_cluster_it_starts_workers_for_the_free_devices(
-    arguments: str, n_workers: str, nthreads: int, each: int | None, started: list[dict[str, Any]]
+    arguments: str, n_workers: str, nthreads: int, each: int, started: list[dict[str, Any]]
 ) -> None:
     done = run(ADDRESS, *arguments.split())
     assert done.exit_code == 0
     (call,) = started
     assert (call["n_workers"], call["nthreads"]) == (n_workers, nthreads)
     assert call["config"]["devices-per-worker"] == each
-    assert call["memory_limit"] == MEMORY_LIMIT * (each or 2) // 4
+    assert call["memory_limit"] == MEMORY_LIMIT * each // 4
     if "--devices " in arguments:
         assert done.stderr == ""
         return

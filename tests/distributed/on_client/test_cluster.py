@@ -312,7 +312,8 @@ def test_the_next_cluster_gets_the_rest(
             {},
             (0, 1, 2, 3),
             r"wants 1 device for itself, and cuda:0 is held by pid .*; cuda:3 is held by pid .*, "
-            r"worker 3 of tcp://127.0.0.1:45861. No device is free. Close the cluster .*"
+            r"worker 3 of tcp://127.0.0.1:45861. No device is free. Let each worker "
+            r"take fewer \(devices_per_worker=1\), close the cluster .*"
             r"\(cluster.close\(\), or client.shutdown\(\)\), or use the same devices: shared=True",
         ),
         (
@@ -340,12 +341,13 @@ def test_too_few_free_devices_are_told_at_once(
     assert caught.value.by_cluster
 
 
-def test_workers_of_this_process_use_its_devices_together(lock_directory: Path) -> None:
-    with LocalDeviceCluster(**QUIET), LocalDeviceCluster(**QUIET) as cluster:
-        with Client(cluster) as client:
-            assert client.run(of_worker).popitem()[1] == [0, 1, 2, 3]
-        with pytest.raises(DevicesInUseError, match="worker 0 of inproc"):
-            LocalDeviceCluster(dashboard_address=":0")
+def test_clusters_of_one_process_exclude_each_other(lock_directory: Path) -> None:
+    with LocalDeviceCluster(**QUIET):
+        for arguments in (QUIET, {"dashboard_address": ":0"}):
+            with pytest.raises(DevicesInUseError, match="worker 0 of inproc"):
+                LocalDeviceCluster(**arguments)
+        with LocalDeviceCluster(shared=True, **QUIET) as cluster:
+            assert ordinals(cluster) == [[0, 1, 2, 3]]
 
 
 def test_a_cluster_that_got_the_rest_grows_no_further(lock_directory: Path) -> None:

@@ -266,23 +266,27 @@ def test_what_no_task_asks_for_any_more_is_forgotten(asks: Any) -> None:
 ALL = ("a", "b", "c", "d")
 
 
-@given(st.lists(st.sets(st.sampled_from(ALL), min_size=1), min_size=1, max_size=5), st.data())
-def test_any_division(wanted: list[set[str]], data: st.DataObject) -> None:
+wishes = st.tuples(st.permutations(ALL), st.integers(1, 4), st.sampled_from([None, None, 1, 2, 3]))
+
+
+@given(st.lists(wishes, min_size=1, max_size=5), st.sets(st.sampled_from(ALL)), st.data())
+def test_any_division(wanted: list[Any], taken: set[str], data: st.DataObject) -> None:
     owners = {uuid: data.draw(st.integers(0, len(wanted) - 1)) for uuid in ALL}
     claims = {
-        str(n): Claim(
-            n,
-            0.0,
-            {str(n): tuple(sorted(uuids))},
-            tuple(uuid for uuid in sorted(uuids) if owners[uuid] == n),
-        )
-        for n, uuids in enumerate(wanted)
+        str(n): Claim(order[:seen], number, [uuid for uuid in order if owners[uuid] == n])
+        for n, (order, seen, number) in enumerate(wanted)
     }
-    shares = divide(claims)
+    shares = divide(claims, taken)
     given_out = [uuid for share in shares.values() for uuid in share]
-    assert sorted(given_out) == sorted(set().union(*wanted)), "each to one process, and all"
+    assert len(given_out) == len({*given_out} - taken), "each to one worker, and none twice"
     for name, share in shares.items():
-        assert set(share) <= set(claims[name].candidates)
-    if len({frozenset(uuids) for uuids in wanted}) == 1:
-        sizes = [len(share) for share in shares.values()]
+        assert {*share} <= {*claims[name].candidates}
+        if number := claims[name].number:
+            assert len(share) in (0, number)
+    parts = {name for name, claim in claims.items() if claim.number is None}
+    if parts:
+        left = {uuid for name in parts for uuid in claims[name].candidates} - taken - {*given_out}
+        assert not left, "no device is left over"
+    if len({frozenset(claims[name].candidates) for name in parts}) == 1:
+        sizes = [len(shares[name]) for name in parts]
         assert max(sizes) - min(sizes) <= 1

@@ -177,7 +177,7 @@ def test_other_annotations_are_not_ours() -> None:
 
 
 def test_a_worker_without_devices_joins_and_is_not_waited_for() -> None:
-    with started() as client:
+    with started(shared=True) as client:
         cluster: Any = client.cluster
         # As on a machine whose devices are not these: the plugin's set-up fails there.
         worker = client.sync(join, cluster)

@@ -141,7 +141,7 @@ async def test_the_traceback_of_an_actors_failure_is_as_dasks(client: Any, metho
     assert await names() == without
 
 
-@with_plugin(8, 8)
+@with_plugin(8, 8, shared=True)
 async def test_reschedule(client: Any) -> None:
     with dask.annotate(device=3):
         assert await client.submit(later) == 3
@@ -224,7 +224,7 @@ async def test_cancelled_before_its_turn(client: Any, worker: Any) -> None:
     assert sorted(set(seen)) == ["again", "wanted"]
 
 
-@with_plugin(8, 8)
+@with_plugin(8, 8, shared=True)
 async def test_stolen(client: Any, one: Any, two: Any) -> None:
     def slow(x: int) -> int | None:
         time.sleep(0.3)
@@ -313,7 +313,7 @@ async def test_actors(client: Any, worker: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:(Dask annotations|dask.dataframe drops)")
-@with_plugin(8, 8)
+@with_plugin(8, 8, shared=True)
 async def test_p2p_shuffle(client: Any, machine: SimulatedMachine) -> None:
     dd = pytest.importorskip("dask.dataframe")
     pd = pytest.importorskip("pandas")

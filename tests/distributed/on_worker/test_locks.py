@@ -48,25 +48,25 @@ def taken(directory: Path, note: str = "") -> Lock | None:
         return lock
 
 
-def seen(directory: Path) -> tuple[str, bool]:
-    """Return the lock's note, and whether its holder released it."""
+def holder(directory: Path) -> str:
+    """Return the note of the lock's holder; "" where nobody holds it."""
     with choosing(directory, 10) as opened:
         lock = opened("gpu.lock")
-        said = lock.note, lock.last_sign == 0
+        said = "" if lock.is_held else lock.note
         lock.close()
         return said
 
 
 def test_two_holders_of_one_process_exclude_each_other(lock_directory: Path) -> None:
-    lock = taken(lock_directory, "me")
+    lock = taken(lock_directory, "me, for a long time")
     assert taken(lock_directory) is None
-    assert seen(lock_directory) == ("me", False)
-    lock.release()
-    lock.release()  # once more is nothing
-    assert seen(lock_directory) == ("me", True)
+    assert holder(lock_directory) == "me, for a long time"
+    lock.close()
+    lock.close()  # once more is nothing
+    assert holder(lock_directory) == ""
     again = taken(lock_directory, "you")
-    assert seen(lock_directory) == ("you", False)
-    again.release()
+    assert holder(lock_directory) == "you"
+    again.close()
 
 
 def test_a_killed_process_holds_nothing(lock_directory: Path) -> None:
@@ -74,9 +74,9 @@ def test_a_killed_process_holds_nothing(lock_directory: Path) -> None:
     assert taken(lock_directory) is None
     child.send_signal(signal.SIGKILL)
     child.communicate()
-    assert seen(lock_directory) == ("the child", False)
+    assert holder(lock_directory) == ""
     lock = taken(lock_directory)
-    lock.release()
+    lock.close()
 
 
 def test_a_forked_child_keeps_no_lock_of_a_killed_parent(lock_directory: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_forked_child_keeps_no_lock_of_a_killed_parent(lock_directory: Path) -
         child.wait()
         os.killpg(child.pid, 0)  # the grandchild lives: nothing to prove otherwise
         lock = taken(lock_directory)
-        lock.release()
+        lock.close()
     finally:
         os.killpg(child.pid, signal.SIGKILL)
         child.communicate()
@@ -100,16 +100,16 @@ def test_a_forked_child_does_not_free_the_parents_lock(lock_directory: Path) -> 
     lock = taken(lock_directory)
     pid = os.fork()
     if pid == 0:
-        lock.release()
+        lock.close()
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     assert taken(lock_directory) is None
-    lock.release()
+    lock.close()
 
 
 def test_the_directory_is_the_users_own(lock_directory: Path) -> None:
     lock = taken(lock_directory)
-    lock.release()
+    lock.close()
     assert lock_directory.stat().st_mode & 0o777 == 0o700
     assert (lock_directory / "gpu.lock").stat().st_mode & 0o777 == 0o600
 

@@ -80,7 +80,7 @@ async def test_its_numbers_are_those_of_the_report(client: Any, worker: Worker) 
 @on_cluster(4, 4)
 async def test_workers_of_one_process_share_a_page(client: Any, one: Any, two: Any) -> None:
     assert await scraped(one) == {}
-    await client.register_plugin(DevicePlugin(devices=[0, 1]))
+    await client.register_plugin(DevicePlugin(devices=[0, 1], shared=True))
     assert of_worker(one) == of_worker(two) == [0, 1]
     await client.gather(client.map(lambda n: n, range(10)))
     samples, found = await scraped(two), await report(client)

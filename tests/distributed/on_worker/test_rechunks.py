@@ -230,7 +230,7 @@ async def test_on_the_device_of_the_task_or_on_the_host_where_it_has_none(client
     assert _rechunk.ArrayRechunkRun.__name__ == "ArrayRechunkRun", "dask's own is back"
 
 
-@with_plugin(4, 4)
+@with_plugin(4, 4, shared=True)
 async def test_numpys_arrays_are_dasks_own(client: Any) -> None:
     x = da.from_array(numbers(), chunks=160)
     found = await client.compute(rechunked(x, (40, N)))
