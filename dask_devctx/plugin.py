@@ -187,7 +187,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         elif self.extension is not None:
             registration.say_devices(self.worker_devices)
             limits = self.extension.limits
-            await registration.announce(worker, self.worker_devices, turn, limits=limits)
+            await registration.announce(worker, self.worker_devices, limits, turn)
 
     def _use(
         self, worker: Worker, devices: tuple[Device, ...], failure: Exception | None = None

@@ -14,7 +14,7 @@ from dask_devctx.dask_internals.worker import set_up_at_start
 from dask_devctx.errors import DevctxError
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.routing import DeviceRouting
-from dask_devctx.worker.leases import registration
+from dask_devctx.worker.leases.registration import NOT_STARTED
 
 
 async def dask_setup(server: object) -> None:
@@ -47,7 +47,7 @@ class _Failing(WorkerPlugin):  # type: ignore[misc]
         self._error = error
 
     async def setup(self, worker: Worker) -> None:
-        await registration.refuse(worker, self._error)
+        self._error.add_note(NOT_STARTED)
         raise self._error
 
 

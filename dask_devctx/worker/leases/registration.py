@@ -18,12 +18,7 @@ from dask_devctx import driver
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.worker import is_joining
-from dask_devctx.errors import (
-    DevctxError,
-    DeviceNotFoundError,
-    DevicesInUseError,
-    LockDirectoryError,
-)
+from dask_devctx.errors import DevctxError, DevicesInUseError, LockDirectoryError, counted
 from dask_devctx.scheduler.messages import ANNOUNCE, PROTOCOL, REFUSE
 from dask_devctx.scheduler.routing import DeviceRouting
 
@@ -39,19 +34,17 @@ NOT_STARTED = (
 _WAY_OUT = (
     "Worker {!r} continues without devices: tasks that ask for a device fail there with this "
     "error. But dask keeps the plugin, and gives it to workers that join later. Remove it with "
-    'client.unregister_worker_plugin("devctx"), or register it again {}'
+    'client.unregister_worker_plugin("devctx"), or register it again when the cause is mended, or '
+    "with devices that exist: client.register_plugin(DevicePlugin(devices=[...]))"
 )
-_WITH_OTHERS = "with devices that exist: client.register_plugin(DevicePlugin(devices=[...]))"
-_MENDED = "when the cause is mended: client.register_plugin(DevicePlugin(...))"
 # The longest text of an error that goes to the scheduler.
 _TEXT = 2_000
 
 
 def say_devices(devices: Sequence[Device]) -> None:
     """Say in the worker's log which devices it uses."""
-    count = f"{len(devices)} device{'' if len(devices) == 1 else 's'}"
     names = ", ".join(f"{device.info} {device.name or ''}".rstrip() for device in devices)
-    _of_worker.info("This worker uses %s: %s", count, names)
+    _of_worker.info("This worker uses %s: %s", counted(len(devices), "device"), names)
 
 
 # The workers whose scheduler lacks this package.
@@ -66,46 +59,34 @@ def has_routing(worker: Worker) -> bool:
 
 
 async def announce(
-    worker: Worker,
-    used: Sequence[Device],
-    turn: Turn | None = None,
-    *,
-    limits: Mapping[Device, int] | None = None,
+    worker: Worker, used: Sequence[Device], limits: Mapping[Device, int], turn: Turn
 ) -> None:
     """Tell the scheduler which devices a worker has, and the bytes that tasks may reserve there."""
     # A scheduler that lacks this package gets `DeviceRouting`. If it cannot install that, tasks run
     # on any worker, and a task that names a device of another worker fails.
     # The other devices that the worker sees are announced too: the ordinals need them.
-    found = discovery.inventory(driver.backend()).devices
-    turn = turn or Turn(worker)
-    async with turn as newest:
-        if not newest:
-            return
-        try:
-            await install_routing(worker)
-            await tell(
-                worker,
-                ANNOUNCE,
-                seen=[(info.uuid, info.pci_bus_id) for info in found],
-                used=[device.uuid for device in used],
-                limits={device.uuid: nbytes for device, nbytes in (limits or {}).items()},
-            )
-        except OSError as error:  # also a closed connection, and no answer in time
-            logger.info("The scheduler was not told of the devices: %r. It is told again", error)
-            if worker.status in (Status.init, Status.running, Status.paused):
-                worker.loop.call_later(
-                    _AGAIN_S, partial(announce, worker, used, turn, limits=limits)
-                )
-        except Exception as error:
-            logger.warning(
-                "Tasks that name a device may go to a worker that does not have it: the scheduler "
-                "did not accept the plugin of dask-devctx (%r). Install dask-devctx where the "
-                "scheduler runs.",
-                error,
-            )
-            _without_routing.add(worker)
-        else:
-            _without_routing.discard(worker)
+    seen = [(one.uuid, one.pci_bus_id) for one in discovery.inventory(driver.backend()).devices]
+    try:
+        await turn.tell(
+            ANNOUNCE,
+            seen=seen,
+            used=[device.uuid for device in used],
+            limits={device.uuid: nbytes for device, nbytes in limits.items()},
+        )
+    except OSError as error:  # also a closed connection, and no answer in time
+        logger.info("The scheduler was not told of the devices: %r. It is told again", error)
+        if worker.status in (Status.init, Status.running, Status.paused):
+            worker.loop.call_later(_AGAIN_S, partial(announce, worker, used, limits, turn))
+    except Exception as error:
+        logger.warning(
+            "Tasks that name a device may go to a worker that does not have it: the scheduler "
+            "did not accept the plugin of dask-devctx (%r). Install dask-devctx where the "
+            "scheduler runs.",
+            error,
+        )
+        _without_routing.add(worker)
+    else:
+        _without_routing.discard(worker)
 
 
 def withdraw(worker: Worker) -> None:
@@ -113,20 +94,16 @@ def withdraw(worker: Worker) -> None:
     # If another plugin takes this one's place at once, no message is sent: between two messages,
     # tasks would go to workers that do not have their device.
     if worker.status in (Status.running, Status.paused):
-        worker.loop.add_callback(_no_devices, worker, Turn(worker), None)
+        worker.loop.add_callback(_no_devices, Turn(worker), None)
 
 
-async def _no_devices(worker: Worker, turn: Turn, used: Sequence[str] | None) -> None:
+async def _no_devices(turn: Turn, used: Sequence[str] | None) -> None:
     """Announce no devices; with ``used=None``, that tasks that ask for some do not belong there."""
-    async with turn as newest:
-        if newest:
-            with suppress(Exception):  # without the routing there is nothing to withdraw from
-                await tell(worker, ANNOUNCE, seen=[], used=used, limits={})
+    with suppress(Exception):  # without the routing there is nothing to withdraw from
+        await turn.tell(ANNOUNCE, seen=[], used=used, limits={})
 
 
-async def refuse(
-    worker: Worker, error: Exception, turn: Turn | None = None, *, leaves: bool = False
-) -> bool:
+async def refuse(worker: Worker, error: Exception, turn: Turn, *, leaves: bool) -> bool:
     """Tell the scheduler that a worker has no devices; return whether the worker leaves for that.
 
     A worker that joins leaves if other workers hold its devices: it would run tasks on these. With
@@ -139,8 +116,9 @@ async def refuse(
     is_told = in_use and leaves  # the process of the cluster raises the error
     leaves = is_joining(worker) and (leaves or in_use)
     if not leaves:
-        remedy = _WITH_OTHERS if isinstance(error, (DeviceNotFoundError, TypeError)) else _MENDED
-        error.add_note(_WAY_OUT.format(worker.name, remedy))
+        error.add_note(_WAY_OUT.format(worker.name))
+        await _no_devices(turn, ())
+        return False
     told: Exception = error
     if not in_use:
         why = f"{type(error).__name__}: {error}"[:_TEXT]
@@ -148,21 +126,14 @@ async def refuse(
             f"the worker {worker.name} cannot use its devices, and leaves the cluster: {why}. The "
             "worker's log has the traceback"
         )
-    turn = turn or Turn(worker)
     with suppress(Exception):  # a scheduler that cannot be told has nothing to decide
-        await install_routing(worker)
-        if not leaves:
-            await _no_devices(worker, turn, ())
-        else:
-            async with turn:
-                await tell(worker, REFUSE, kind=type(told).__name__, arguments=told.args)
-    if leaves:
-        logger.error(
-            "This worker leaves the cluster because it cannot take its devices: %s",
-            "the cluster's process has the reason" if is_told else error,
-        )
-        worker.loop.add_callback(worker.close, reason="devctx-setup-failed")
-    return leaves
+        await turn.tell(REFUSE, kind=type(told).__name__, arguments=told.args)
+    logger.error(
+        "This worker leaves the cluster because it cannot take its devices: %s",
+        "the cluster's process has the reason" if is_told else error,
+    )
+    worker.loop.add_callback(worker.close, reason="devctx-setup-failed")
+    return True
 
 
 class Turn:
@@ -179,12 +150,12 @@ class Turn:
         self._lock = self._locks.setdefault(worker, asyncio.Lock())
         self._mine = self._newest[worker] = object()  # not self: that would keep the worker alive
 
-    async def __aenter__(self) -> bool:
-        await self._lock.acquire()
-        return self._newest[self._worker] is self._mine
-
-    async def __aexit__(self, *error: object) -> None:
-        self._lock.release()
+    async def tell(self, op: str, **what: object) -> None:
+        """Send the scheduler a message and the routing, if it lacks that; raise if it refuses."""
+        async with self._lock:
+            if self._newest[self._worker] is self._mine:
+                await install_routing(self._worker)
+                await tell(self._worker, op, **what)
 
 
 async def install_routing(worker: Worker) -> None:
