@@ -10,6 +10,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, Literal, NamedTuple, TypeGuard
 
 from dask.utils import parse_bytes
@@ -226,89 +227,72 @@ def _no_answer(name: str, given: object) -> TypeError:
 # -- the values of the annotations, and the errors for others
 
 
+_SEVERAL: Final = (
+    f'a number of devices, at least 1, a list of devices ([0, 1], or UUIDs), "{ALL}" for all '
+    "devices of a worker, or a function that is given the task's key and returns one of these"
+)
+_PART: Final = (
+    "the part of a device that a task takes, a number above 0 and at most 1 (for several devices, "
+    f"write dask.annotate({DEVICES}=2))"
+)
+_BYTES: Final = (
+    'the memory that a task reserves on a device: bytes, at least 1, or text such as "4 GiB"'
+)
+
+
+def _wrong(name: str, expected: str, given: object, *, is_kind: bool = False) -> Exception:
+    """Return the error of a value that is not expected, or is of that kind and out of range."""
+    text = f"the annotation {name!r} is {expected}; got {given!r}"
+    return ValueError(text) if is_kind else TypeError(f"{text} of type {type(given).__name__}")
+
+
 def _several(given: object) -> Request:
     """Return what the annotation ``devices`` asks for."""
-    if isinstance(given, str):
-        if given in (ALL, NO_DEVICE):
-            return Request(number=None) if given == ALL else HOST_ONLY
-        if listed := naming.listed(given):
-            raise _not_several(given, f"Write dask.annotate({DEVICES}={listed})")
-        raise _not_several(given, _name_one(given, naming.read(given).kind != "unknown"))
-    if isinstance(given, Sequence) and not isinstance(given, bytes | bytearray | memoryview):
-        if not given:
-            raise ValueError(f"the annotation {DEVICES!r} names no device: got {given!r}")
-        if any(isinstance(name, bool | float) or name is None for name in given):
-            raise _not_several(given)
+    if isinstance(given, str) and given in (ALL, NO_DEVICE):
+        return Request(number=None) if given == ALL else HOST_ONLY
+    if isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray | memoryview):
+        if not given or any(isinstance(name, bool | float) or name is None for name in given):
+            raise _wrong(DEVICES, _SEVERAL, given, is_kind=not given)
         return Request(tuple(given), len(given))
-    try:
-        count = _whole(given)
-    except TypeError:
-        is_device = type(given).__name__.lower().endswith("device")
-        raise _not_several(given, _name_one(given, is_device)) from None
-    if count < 1:
-        raise ValueError(
-            f"the annotation {DEVICES!r} is a number of devices, at least 1, got {count}. "
-            f"{_name_one(count)}"
-        )
+    count = _whole(given)
+    if count is None or count < 1:
+        names = naming.listed(given) if isinstance(given, str) else []
+        right = f"{DEVICES}={names}" if names else f"{DEVICE}={given!r}"
+        expected = f"{_SEVERAL} (or write dask.annotate({right}))"
+        raise _wrong(DEVICES, expected, given, is_kind=count is not None)
     return Request(number=count)
 
 
-def _name_one(given: object, is_one: bool = True) -> str:
-    return f"To name one device, write dask.annotate({DEVICE}={given!r})" if is_one else ""
-
-
-def _not_several(given: object, remedy: str = "") -> TypeError:
-    return TypeError(
-        f"the annotation {DEVICES!r} is a number of devices (2), a list of devices "
-        f'([0, 1], or UUIDs), "{ALL}" for all devices of a worker, or a function that is given the '
-        f"task's key and returns one of these; got {given!r} of type {type(given).__name__}"
-        f"{remedy and '. '}{remedy}"
-    )
-
-
-def _whole(given: Any) -> int:
-    """Return a whole number, of NumPy too."""
-    if isinstance(given, bool):
-        raise TypeError(given)
-    return operator.index(given)
+def _whole(given: Any) -> int | None:
+    """Return a whole number, of NumPy too; None for anything else."""
+    with suppress(TypeError):
+        return None if isinstance(given, bool) else operator.index(given)
+    return None
 
 
 def _share(given: Any) -> float | None:
     if given is None:
         return None
-    try:
+    share = math.nan
+    with suppress(TypeError, ValueError):
         share = math.nan if isinstance(given, bool | str | bytes) else float(given)
-    except (TypeError, ValueError):
-        share = math.nan
-    about = f"the annotation {SHARE!r} is the part of a device that a task takes, "
-    if math.isnan(share):
-        raise TypeError(
-            f"{about}a number above 0 and at most 1; got {given!r} of type {type(given).__name__}"
-        )
     if not 0 < share <= 1:
-        raise ValueError(
-            f"{about}above 0 and at most 1, got {given!r}. For several devices, write "
-            f"dask.annotate({DEVICES}=2)"
-        )
+        raise _wrong(SHARE, _PART, given, is_kind=not math.isnan(share))
     return share
 
 
 def _nbytes(given: Any) -> int | None:
     if given is None:
         return None
-    wrong = (
-        f"the annotation {MEMORY!r} is the memory that a task reserves on a device: bytes, at "
-        f'least 1, or text such as "4 GiB"; got {given!r}'
-    )
-    try:
-        nbytes = parse_bytes(given if isinstance(given, str | float) else _whole(given))
-    except TypeError:
-        raise TypeError(f"{wrong} of type {type(given).__name__}") from None
-    except (ValueError, OverflowError):
-        raise ValueError(wrong) from None
+    amount = given if isinstance(given, str | float) else _whole(given)
+    if amount is None:
+        raise _wrong(MEMORY, _BYTES, given)
+    nbytes = 0
+    with suppress(ValueError, OverflowError):
+        nbytes = int(parse_bytes(amount))
     if nbytes < 1:
-        raise ValueError(wrong)
-    return int(nbytes)
+        raise _wrong(MEMORY, _BYTES, given, is_kind=True)
+    return nbytes
 
 
 # -- a task's runs after a device failed: the user's annotation, and the scheduler's marks, which

@@ -1,17 +1,8 @@
 """The history of all workers, collected while somebody reads it.
 
-A reader in the scheduler's process, such as a page of the dashboard, does this from time to time::
-
-    history = DeviceHistory.of(scheduler)      # None where the plugin is not installed
-    reading = history.read(number)             # the first time with 0
-    for worker, row in reading.rows: ...       # TaskRun, Copy or Incident
-    number = reading.next
-
-Reading is all that is needed: the first reading starts to collect the rows of all workers each half
-a second, and the collection stops five seconds after the last reading. ``history.samples`` has the
-latest samples of each device, ``history.devices`` all devices that were seen, and
-``history.workers`` the workers' names and hosts. Rows of workers that left stay until newer rows
-take their place.
+The first :meth:`DeviceHistory.read` starts to collect the rows of all workers each half a second.
+The collection stops five seconds after the last reading. Rows of workers that left stay until newer
+rows take their place.
 """
 
 from __future__ import annotations
@@ -112,11 +103,6 @@ class DeviceHistory:
         for task in self._asking.values():
             task.cancel()
 
-    @property
-    def collecting(self) -> bool:
-        """Whether rows are collected, because somebody read some of late."""
-        return self._looking.is_running()
-
     def read(self, since: int = 0) -> Reading:
         """Return the rows since a number; collect more of them from now on."""
         self._read_at = time()
@@ -169,10 +155,7 @@ class DeviceHistory:
         for address in self._addresses():
             if address not in self._asking and address in self._scheduler.workers:
                 self._asking[address] = task = asyncio.ensure_future(self._ask(address))
-                task.add_done_callback(partial(self._asked, address))
-
-    def _asked(self, address: str, task: object) -> None:
-        del self._asking[address]
+                task.add_done_callback(partial(self._asking.pop, address))
 
     def _known(self, address: str) -> KnownWorker:
         known = self.workers.get(address)

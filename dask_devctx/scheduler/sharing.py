@@ -23,6 +23,7 @@ class Claim(NamedTuple):
     candidates: Sequence[str]
     number: int | None = None
     before: Collection[str] = ()  # that it had until now
+    name: object = None  # of the worker
 
 
 def divide(claims: Mapping[str, Claim], taken: Collection[str] = ()) -> dict[str, list[str]]:
@@ -81,7 +82,6 @@ class Sharing:
         self._plugin: object = None  # the latest that was registered on all workers
         # The claims that wait for the workers that are missing.
         self._claims: dict[str, Claim] = {}
-        self._names: dict[str, object] = {}
         self._missing: set[str] = set()
         self._answer: asyncio.Future[dict[str, Any]] | None = None
 
@@ -102,8 +102,7 @@ class Sharing:
             self._missing.update(self._scheduler.workers)
             self._left.clear()
             loop.call_later(_REGISTERING_S, self._divide, answer)
-        self._claims[address] = Claim(candidates, count)
-        self._names[address] = name
+        self._claims[address] = Claim(candidates, count, name=name)
         self.heard(address)
         shares = await asyncio.shield(answer)
         holders = {
@@ -139,16 +138,15 @@ class Sharing:
         claims, self._claims = self._claims, {}
         self._missing.clear()
         self._answer = None
-        for address, claim in claims.items():
-            claims[address] = self._as_before(address, claim)
+        claims = {address: self._as_before(address, claim) for address, claim in claims.items()}
         shares = divide(claims, self._taken())
         for address, uuids in shares.items():
             if uuids:
-                self._shares[address] = _Share(self._names.pop(address), uuids, now)
+                self._shares[address] = _Share(claims[address].name, uuids, now)
         answer.set_result(shares)
 
     def _taken(self) -> set[str]:
-        return {uuid for one in (*self._shares.values(), *self._left) for uuid in one.uuids}
+        return set().union(*(one.uuids for one in (*self._shares.values(), *self._left)))
 
     def _as_before(self, address: str, claim: Claim) -> Claim:
         """Let a worker have its own devices, or those of a worker whose place it takes."""
@@ -156,8 +154,7 @@ class Sharing:
         if share is None:
             free = set(claim.candidates) - self._taken()
             for one in self._left:
-                is_same = one.name == self._names[address]
-                if is_same or (len(free) < (claim.number or 1) and share is None):
+                if one.name == claim.name or (len(free) < (claim.number or 1) and share is None):
                     share = one
             if share is None:
                 return claim

@@ -94,7 +94,7 @@ async def test_it_is_collected_while_somebody_reads(
     history.patience_s = 0.6
     await client.submit(nap, 0.0, key="before-1")
     await asyncio.sleep(0.7)
-    assert (asked, history.collecting) == (0, False)
+    assert asked == 0
     number, found = 0, []
     begun = time.monotonic()
     while not {"before-1", "after-1"} <= {row.key for row in found}:
@@ -106,7 +106,7 @@ async def test_it_is_collected_while_somebody_reads(
         await asyncio.sleep(0.05)
         assert time.monotonic() - begun < 20
     assert [row.key for row in found].count("before-1") == 1
-    await async_poll_for(lambda: not history.collecting, timeout=20)
+    await asyncio.sleep(1.5)
     stopped = asked
     await asyncio.sleep(0.7)
     assert asked == stopped
