@@ -36,7 +36,6 @@ from dask_devctx.scheduler.messages import (
     FAILED,
     HISTORY,
     REFUSE,
-    SHARE,
 )
 from tests.conftest import Replacing
 from tests.distributed.devices import here, started
@@ -230,7 +229,7 @@ def test_no_port_is_added_and_the_servers_are_only_told_of_devices_and_memory() 
         told = scheduler | {ANNOUNCE, REFUSE, FAILED, CLAIM}
         client.register_plugin(DevicePlugin())
         assert client.submit(sum, [1, 2]).result() == 3
-        added = worker | {"devctx_ipc_close", SHARE, HISTORY}
+        added = worker | {"devctx_ipc_close", HISTORY}
         assert open_to_others(cluster) == [ports, streams, added, scheduler_streams, told]
         client.unregister_worker_plugin("devctx")
         assert open_to_others(cluster) == [*unchanged, told]
