@@ -35,6 +35,7 @@ from dask_devctx.scheduler.messages import (
     CLAIM,
     FAILED,
     HISTORY,
+    RECHUNK,
     REFUSE,
 )
 from tests.conftest import Replacing
@@ -226,7 +227,7 @@ def test_no_port_is_added_and_the_servers_are_only_told_of_devices_and_memory() 
     ):
         *unchanged, scheduler = open_to_others(cluster)
         ports, streams, worker, scheduler_streams = unchanged
-        told = scheduler | {ANNOUNCE, REFUSE, FAILED, CLAIM}
+        told = scheduler | {ANNOUNCE, REFUSE, FAILED, CLAIM, RECHUNK}
         client.register_plugin(DevicePlugin())
         assert client.submit(sum, [1, 2]).result() == 3
         added = worker | {"devctx_ipc_close", HISTORY}

@@ -19,7 +19,7 @@ from dask_devctx.scheduler.rows import Copy, DeviceCounts, Sample, TaskRun, Tran
 from dask_devctx.worker.metrics.history import Ring
 from tests.distributed.devices import fail, nap, with_plugin
 
-FIELDS = ("cuda:1", "GPU-1", "CUDA_ERROR_ASSERT", 710, (), False, False, False, "")
+FIELDS = ("cuda:1", "GPU-1", "CUDA_ERROR_ASSERT", 710, (), False, False, "")
 
 
 async def all_rows(scheduler: Any) -> list[Any]:
