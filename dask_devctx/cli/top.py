@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from threading import Event
-from typing import Any, Final
+from typing import Final
 
 import click
 from distributed import Client
 
 from dask_devctx.cli.connection import scheduler_address
-from dask_devctx.client.live import Moment, aligned, between, cells, moment, rates
+from dask_devctx.client.live import Moment, aligned, between, cells, moment
 from dask_devctx.errors import counted, nbytes_text
 
 # The last ones are cut off in a narrow terminal.
@@ -35,12 +32,11 @@ _HEARTBEAT_S: Final = 1.0
     epilog="""\b
 Examples:
   dask devctx top tcp://scheduler:8786
-  dask devctx top tcp://scheduler:8786 --once --json
+  dask devctx top tcp://scheduler:8786 --once
 """,
 )
 @click.argument("scheduler", required=False)
 @click.option("--once", is_flag=True, help="Print the state once, and end.")
-@click.option("--json", "as_json", is_flag=True, help="With --once: print JSON.")
 @click.option(
     "--interval",
     type=click.FloatRange(min=0.1),
@@ -59,7 +55,6 @@ Examples:
 def top(
     scheduler: str | None,
     once: bool,
-    as_json: bool,
     interval: float,
     scheduler_file: str | None,
     timeout: float,
@@ -68,20 +63,15 @@ def top(
 
     The exit status is 1 if the scheduler cannot be reached, or goes away.
     """
-    if as_json and not once:
-        raise click.UsageError("--json needs --once")
     with _connected(scheduler, scheduler_file, timeout) as client:
         try:
             with suppress(KeyboardInterrupt), _interrupted() as interrupted:
                 before = moment(client)
                 while not interrupted.wait(max(interval, _HEARTBEAT_S) if once else interval):
                     now = moment(client)
-                    if as_json:
-                        click.echo(json.dumps(_as_data(before, now), indent=2))
-                    else:
-                        if not once:
-                            click.clear()
-                        click.echo(_as_text(str(client.scheduler.address), before, now))
+                    if not once:
+                        click.clear()
+                    click.echo(_as_text(str(client.scheduler.address), before, now))
                     if once:
                         return
                     before = now
@@ -115,19 +105,6 @@ def _interrupted() -> Iterator[Event]:
         signal.signal(signal.SIGINT, earlier)
 
 
-def _as_data(before: Moment, now: Moment) -> dict[str, Any]:
-    transfers = [
-        {
-            **dict(zip(("source", "destination", "transport"), ends, strict=True)),
-            "nbytes": now.transfers[ends],
-            "nbytes_per_s": rate,
-        }
-        for ends, rate in rates(before, now).items()
-    ]
-    devices = [asdict(one) for one in between(before, now)]
-    return {"workers": dict(now.workers), "devices": devices, "transfers": transfers}
-
-
 def _as_text(address: str, before: Moment, now: Moment) -> str:
     devices = between(before, now)
     speed = sum(device.tasks_per_s for device in devices)
@@ -137,11 +114,9 @@ def _as_text(address: str, before: Moment, now: Moment) -> str:
     table = aligned(("device", *_COLUMNS), cells(devices, _COLUMNS)).splitlines()
     lines = [f"{address}: {len(devices)} devices of {workers}, {speed:.0f} tasks/s"]
     lines += [line[:width] for line in table]
-    moving: Counter[str] = Counter()
-    for (_, _, transport), rate in rates(before, now).items():
-        moving[transport] += round(rate)
-    if moving.total():
-        told = (f"{nbytes_text(n)}/s by {transport}" for transport, n in moving.items() if n)
+    elapsed_s = now.at - before.at
+    rates = {way: (n - before.moved.get(way, 0)) / elapsed_s for way, n in now.moved.items()}
+    if told := [f"{nbytes_text(round(n))}/s by {way}" for way, n in rates.items() if n >= 1]:
         lines.append(f"moving: {', '.join(told)}")
     used = {name for device in devices for name in device.workers}
     if bare := len({*now.workers.values()} - used):

@@ -21,8 +21,6 @@ from dask_devctx.scheduler.rows import METRIC, DeviceCounts, Transfer, known, me
 # The most characters of the names of workers, and of tasks.
 _WIDTH: Final = 20
 
-Ends = tuple[str, str, str]  # source, destination, transport
-
 
 @dataclass(frozen=True, slots=True)
 class LiveDevice(DeviceCounts):
@@ -141,12 +139,12 @@ def refuse_unusable(client: object, example: str) -> None:
 
 
 class Moment(NamedTuple):
-    """The devices and the transfers of a cluster at one moment."""
+    """The workers and the devices of a cluster at one moment, and the bytes by transport."""
 
     at: float
     workers: Mapping[str, str]
     devices: Mapping[str, LiveDevice]
-    transfers: Mapping[Ends, int]
+    moved: Mapping[str, int]
 
 
 def moment(client: Client) -> Any:
@@ -165,9 +163,9 @@ async def _moment(client: Client) -> Moment:
             one = DeviceCounts(**known(DeviceCounts, row))
             counts.append((address, names[address], one))
         moved += transfers(worker["metrics"])
-    nbytes = Counter[Ends]()
+    nbytes = Counter[str]()
     for transfer in moved:
-        nbytes[transfer.ends] += transfer.nbytes
+        nbytes[transfer.transport] += transfer.nbytes
     return Moment(time.monotonic(), names, by_device(counts, moved), nbytes)
 
 
@@ -188,14 +186,3 @@ def between(before: Moment, now: Moment) -> list[LiveDevice]:
             )
         found.append(device)
     return found
-
-
-def rates(before: Moment, now: Moment) -> dict[Ends, float]:
-    """Return the bytes for each second that moved, by source, destination and transport."""
-    elapsed_s = now.at - before.at
-    if elapsed_s <= 0:
-        return {}
-    return {
-        ends: max(nbytes - before.transfers.get(ends, 0), 0) / elapsed_s
-        for ends, nbytes in now.transfers.items()
-    }
