@@ -26,11 +26,18 @@ _Scope = AbstractContextManager[Any]
 
 def call(scope: _Scope, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Return ``fn(*args, **kwargs)``, run inside the scope, for any kind of function."""
-    entered = scope
-    if isinstance(scope, Synchronized):
-        entered, fn, args = scope._scope, scope._then_wait, (fn, *args)
-    with entered:
-        result = fn(*args, **kwargs)
+    if not isinstance(scope, Synchronized):
+        with scope:
+            result = fn(*args, **kwargs)
+        return within(scope, result)
+    with scope._scope:
+        try:
+            result = fn(*args, **kwargs)
+        except BaseException as error:
+            scope._wait(error)
+            raise
+        if not isinstance(result, SUSPENDED):  # its work is still to come
+            scope._wait(None)
     return within(scope, result)
 
 
@@ -147,11 +154,7 @@ class RunningScope(Scope):
     def synchronized(self) -> Synchronized[Self]:
         """Return a scope of the device that waits for the device's work before it restores.
 
-        Returns
-        -------
-        Synchronized
-            As reusable and reentrant as the device itself, and also a decorator: see
-            :class:`~dask_devctx.cuda.suspending.Synchronized`.
+        It is as reusable and reentrant as the device itself.
 
         Raises
         ------
@@ -208,21 +211,6 @@ class Synchronized(Generic[S]):
 
     def __repr__(self) -> str:
         return f"{self._scope!r}.synchronized()"
-
-    def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return ``fn(*args, **kwargs)``, run inside the scope, after waiting for its work."""
-        result: T = call(self, fn, *args, **kwargs)
-        return result
-
-    def _then_wait(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        try:
-            result = fn(*args, **kwargs)
-        except BaseException as error:
-            self._wait(error)
-            raise
-        if not isinstance(result, SUSPENDED):  # its work is still to come
-            self._wait(None)
-        return result
 
     def _wait(self, exc: BaseException | None) -> None:
         scope = self._scope

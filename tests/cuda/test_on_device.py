@@ -41,7 +41,6 @@ WAYS = {
     "run": (lambda: called_by(Device(1)), 0),
     "run of a context": (lambda: called_by(Device(1).primary_context), 0),
     "on_device, synchronize": (lambda: on_device(1, synchronize=True), 1),
-    "synchronized": (lambda: called_by(Device(1).synchronized()), 1),
 }
 
 

@@ -89,7 +89,6 @@ def test_a_wait_and_a_restore_that_both_fail(machine):
     [
         lambda fn: Device(1).run(fn),
         lambda fn: on_device(1)(fn)(),
-        lambda fn: Device(1).synchronized().run(fn),
         lambda fn: Device(1).primary_context.run(fn),
     ],
 )
