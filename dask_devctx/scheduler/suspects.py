@@ -62,7 +62,10 @@ class SuspectTasks:
                     gone.append(key)
             elif key in erred:  # it may have retries
                 self._watch(ts, counted=False)
-            elif why := self._why_not(ts, suspected=key in failure.suspects):
+            elif key in failure.suspects and runs_once(ts.annotations):
+                self._refuse(ts, failure.fields, _ONCE)
+                once.append(key)
+            elif why := had_all_runs(*self._runs(ts)):
                 self._refuse(ts, failure.fields, why)
                 once.append(key)
             else:
@@ -110,10 +113,6 @@ class SuspectTasks:
         """Return how often a task was watched, and how often it may be."""
         run, most = watched_run(ts.annotations)
         return run, most or self._scheduler.allowed_failures
-
-    def _why_not(self, ts: Any, *, suspected: bool) -> str:
-        """Return the reason why a task does not run again; "" if it does."""
-        return _ONCE if suspected and runs_once(ts.annotations) else had_all_runs(*self._runs(ts))
 
     def _watch(self, ts: Any, *, counted: bool = True) -> None:
         run, most = self._runs(ts)

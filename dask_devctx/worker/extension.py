@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Mapping
 from contextlib import ExitStack
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -20,7 +19,6 @@ from dask_devctx.dask_internals.connections import unpickled_later
 from dask_devctx.dask_internals.shuffles import rechunking
 from dask_devctx.dask_internals.worker import metric
 from dask_devctx.errors import counted
-from dask_devctx.scheduler.messages import Failure
 from dask_devctx.scheduler.rows import TRAFFIC
 from dask_devctx.transfer.traffic import TrafficCounts
 from dask_devctx.worker.actors import DeviceActors
@@ -28,9 +26,7 @@ from dask_devctx.worker.allocators import allocating
 from dask_devctx.worker.comms import in_place_of_the_first, landing_on, serialization
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.oom_retries import Retries
-from dask_devctx.worker.failures.shutdown import begin_the_end
 from dask_devctx.worker.functions import functions_of_clients
-from dask_devctx.worker.leases.registration import has_routing
 from dask_devctx.worker.metrics.history import remembering
 from dask_devctx.worker.metrics.prometheus import exposed
 from dask_devctx.worker.metrics.record import Record
@@ -41,8 +37,7 @@ from dask_devctx.worker.placement.placement import Placement
 from dask_devctx.worker.placement.policy import start_soonest
 from dask_devctx.worker.rechunks import Rechunks
 from dask_devctx.worker.runs import Runs
-from dask_devctx.worker.threads.cpu_threads import threads_without_a_device
-from dask_devctx.worker.threads.executors import device_threads
+from dask_devctx.worker.threads.executors import device_threads, threads_without_a_device
 from dask_devctx.worker.threads.garbage import short_collections
 from dask_devctx.worker.values.accounting import COUNTS, limit_nbytes
 from dask_devctx.worker.values.copies import Copies
@@ -88,11 +83,11 @@ class DeviceExtension:
             self.record = Record(worker, self.admission, self.history, history, self._counts)
             steps.enter_context(metric(worker, Record.metric, self.record.metrics))
             self.monitor = Monitor(
+                worker,
                 used,
                 Retries(used, options.oom_retries, self),
                 synchronize=options.synchronize,
-                on_failure=self._on_failure,
-                marks=partial(has_routing, worker),
+                answered=lambda: self._actors.answered(),
             )
             steps.callback(self.monitor.close)
             register_nodes()
@@ -243,7 +238,3 @@ class DeviceExtension:
     def _moved_bytes(self, device: Device, nbytes: int, seconds: float, back: bool) -> None:
         ends = ("host", device.uuid) if back else (device.uuid, "host")
         self.history.copied(*ends, nbytes, seconds, "spill")
-
-    def _on_failure(self, failure: Failure) -> None:
-        """End the worker; called on the thread of the task that noticed the failure."""
-        begin_the_end(self._worker, failure, self._actors.answered)

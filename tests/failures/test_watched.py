@@ -16,7 +16,7 @@ from distributed.utils_test import async_poll_for, poll_for
 
 from dask_devctx import Device, DevicePlugin, driver, report
 from dask_devctx.annotations import WATCHED
-from dask_devctx.worker.failures.calls import Call
+from dask_devctx.worker.failures.guard import Guard
 from tests.distributed.devices import on_cluster, with_plugin
 from tests.failures.conftest import leave_a_bad_kernel_running
 from tests.failures.test_sticky import check_found, write_to_an_illegal_address
@@ -181,8 +181,8 @@ async def test_a_worker_closes_at_once_although_a_coroutine_waits_for_a_watched_
     client: Any, worker: Any
 ) -> None:
     await client.register_plugin(DevicePlugin())
-    calls = worker.plugins["devctx"].extension.monitor.calls
-    assert calls.took_turn(Call("watched", (Device(0),)), alone=True)
+    monitor = worker.plugins["devctx"].extension.monitor
+    assert monitor.calls.took_turn(Guard(monitor, "watched", (Device(0),)), alone=True)
     waiting = [client.submit(double_later, 1)]
     await async_poll_for(lambda: worker.state.executing_count, timeout=10)
     await asyncio.wait_for(worker.close(), 20)  # dask waits half a minute for its coroutines

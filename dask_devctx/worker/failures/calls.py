@@ -32,6 +32,8 @@ Suspect = tuple[Hashable, Device]
 class Call:
     """A call of a task, of an actor's method, or of another function, on its devices."""
 
+    key: Hashable
+    devices: tuple[Device, ...]
     once = ""  # why it does not run again, while it runs and must not
     # Whether no isolated task waits for its end: it is no task, or may wait for others itself.
     aside = False
@@ -40,10 +42,6 @@ class Call:
     until = 0.0
     alone_on: Device | None = None
     patience_s = PATIENCE_S  # how long it waits for others, and others for it
-
-    def __init__(self, key: Hashable, devices: tuple[Device, ...]) -> None:
-        self.key = key
-        self.devices = devices
 
 
 class Calls:

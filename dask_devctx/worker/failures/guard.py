@@ -100,7 +100,7 @@ class Guard(Call):
                 try:
                     alone = bool(retries.tried) and not self.is_method and retries.is_last(key)
                     if self.isolated or alone or (calls.turns and not self.is_method):
-                        self.alone_on = None if self.isolated or not alone else device
+                        self.alone_on = device if alone and not self.isolated else None
                         await self._turn(bool(self.isolated) or alone)
                     if self.isolated:
                         await self._do(self._drain)

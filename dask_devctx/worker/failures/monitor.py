@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from typing import Final
 
-from distributed import Reschedule
+from distributed import Reschedule, Worker
 from tornado.ioloop import PeriodicCallback
 
 from dask_devctx.cuda import discovery
@@ -17,6 +17,8 @@ from dask_devctx.errors import DevctxError, DeviceFailedError, DriverError
 from dask_devctx.scheduler.messages import Failure
 from dask_devctx.worker.failures.calls import Call, Calls, Work
 from dask_devctx.worker.failures.oom_retries import Retries
+from dask_devctx.worker.failures.shutdown import begin_the_end
+from dask_devctx.worker.leases.registration import has_routing
 
 logger = logging.getLogger(__name__)
 
@@ -37,22 +39,20 @@ class Monitor:
 
     def __init__(
         self,
+        worker: Worker,
         devices: Sequence[Device],
         retries: Retries,
         *,
         synchronize: bool,
-        on_failure: Callable[[Failure], None],
-        marks: Callable[[], bool],
+        answered: Callable[[], Awaitable[None]],
     ) -> None:
         self.failure: Failure | None = None
         self.retries = retries
         self.synchronize = synchronize
         self.calls = Calls()
         self._devices = tuple(devices)
-        self._on_failure = on_failure
-        # Whether the scheduler marks suspects, so that they are watched when they run again. If
-        # not, the task that notices a failure errs, so that no task runs without end.
-        self._marks = marks
+        self._worker = worker
+        self._answered = answered  # waits for the callers of the worker's actors
         self._lock = threading.Lock()
         self._looking = PeriodicCallback(self._look_at_used, _LOOK_INTERVAL_MS)
         self._looking.start()
@@ -103,7 +103,8 @@ class Monitor:
         with self._lock:
             if self.failure is None:
                 failure = self._decided(who, device, found, began)
-                self._on_failure(failure)  # first, so that tasks are marked before they run again
+                # First, so that tasks are marked before they run again.
+                begin_the_end(self._worker, failure, self._answered)
                 self.failure = failure
             return self.failure
 
@@ -129,7 +130,10 @@ class Monitor:
         if any(one.key == sole for one in running):
             erred.setdefault(sole, "")
         own = None if who is None else who.key
-        if not (hardware or self._marks()) and who and (began or not {*keys} - {own}):
+        # A scheduler without this package marks no suspects, so that they would not be watched when
+        # they run again. So the task that notices a failure errs: no task runs without end.
+        marked = hardware or has_routing(self._worker)
+        if who and not marked and (began or not {*keys} - {own}):
             erred.setdefault(own, _UNMARKED)
         watched = sole is not None and self.calls.is_isolated(sole)
         beside = dict.fromkeys([*([own] if who else []), *(one.key for one in running)])

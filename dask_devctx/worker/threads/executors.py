@@ -1,4 +1,4 @@
-"""The threads of a device: a pool that starts the most urgent task first.
+"""The threads of each device, a pool that starts the most urgent task first; and all others.
 
 A GPU's tasks run on the GPU's own threads, on CPUs near it. So libraries make the handles and
 workspaces that they keep for each thread and GPU only once.
@@ -17,15 +17,20 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from distributed import Status, Worker
+from dask.system import CPU_COUNT
+from distributed import Status, Worker, get_worker
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.cuda.on_device import tasks_told
 from dask_devctx.cuda.out_of_memory import clear_frames
 from dask_devctx.dask_internals.tasks import (
     TaskThreadPoolExecutor,
+    ThreadPoolExecutor,
+    end_idle_threads,
     error_in,
     rescheduled,
     sending_tasks_on,
+    set_most_threads,
 )
 from dask_devctx.worker.placement.admission import Admission, Claim, DeviceState
 
@@ -152,6 +157,35 @@ def near_cpus(cpus: frozenset[int] | None) -> frozenset[int] | None:
     usable = frozenset(os.sched_getaffinity(0))
     near = cpus & usable
     return near if near and near != usable else None
+
+
+@contextmanager
+def threads_without_a_device(worker: Worker, count: int | None, part: float) -> Iterator[None]:
+    """While it is open, a worker runs fewer tasks without a device at a time than ``nthreads``.
+
+    A worker with devices has a generous ``nthreads``, so that dask sends it tasks ahead. Tasks that
+    compute on the host would run in as many threads, and slow each other and the devices down. In
+    these tasks, ``task_devices()`` is empty.
+    """
+    executor, nthreads = worker.executors["default"], worker.state.nthreads
+    most = count or max(round(CPU_COUNT * part), 1)
+    fewer = isinstance(executor, ThreadPoolExecutor) and most < nthreads
+    with tasks_told(partial(_is_task_of, worker)):
+        if fewer:
+            set_most_threads(executor, most)
+            end_idle_threads(executor, most)
+        try:
+            yield
+        finally:
+            if fewer:
+                set_most_threads(executor, nthreads)
+
+
+def _is_task_of(worker: Worker) -> bool:
+    try:
+        return get_worker() is worker
+    except ValueError:  # no task runs here
+        return False
 
 
 class _Outcome(asyncio.Future[Any]):

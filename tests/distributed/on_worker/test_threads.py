@@ -21,7 +21,7 @@ from distributed.utils_test import async_poll_for
 from dask_devctx import DevicePlugin, devices
 from dask_devctx.cuda.out_of_memory import release_caches
 from dask_devctx.worker.placement.admission import Admission, Claim
-from dask_devctx.worker.threads import cpu_threads
+from dask_devctx.worker.threads import executors
 from dask_devctx.worker.threads.executors import DeviceThreadPoolExecutor, near_cpus
 from tests.distributed.devices import on_cluster, started
 
@@ -58,7 +58,7 @@ def cpu_threads_of(worker: Worker) -> list[threading.Thread]:
 def test_as_many_as_there_are_cpus(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], expected: int
 ) -> None:
-    monkeypatch.setattr(cpu_threads, "CPU_COUNT", 3)
+    monkeypatch.setattr(executors, "CPU_COUNT", 3)
 
     @on_cluster(THREADS)
     async def body(client: Client, worker: Worker) -> None:
