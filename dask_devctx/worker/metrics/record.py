@@ -32,29 +32,24 @@ class _Tally:
     """One device's counts, and what they are made from."""
 
     def __init__(self, state: DeviceState, before: _Tally | None) -> None:
-        self._state = state
+        self.state = state
         self.asked_at = float("-inf")  # when NVML was asked for the memory of other processes
         device = state.device
-        # A plugin may take another one's place, and goes on with its counts.
-        self.counts: dict[str, Any] = (
-            asdict(DeviceCounts(device.device_id, device.uuid, device.name))
-            if before is None
-            else before.counts | before.seconds()
-        )
+        if before is None:
+            self.counts = asdict(DeviceCounts(device.device_id, device.uuid, device.name))
+        else:
+            self.counts = before.counts.copy()
+            state.used_s, state.occupied_s = before.state.used_s, before.occupied_s()
 
-    def seconds(self) -> dict[str, float]:
-        """Return the seconds of tasks that ended, and those with one task or more."""
-        state, counts = self._state, self.counts
-        now_s = monotonic() - state.since if state.tasks else 0.0
-        return {
-            "busy_s": counts["busy_s"] + state.used_s,
-            "occupied_s": counts["occupied_s"] + state.occupied_s + now_s,
-        }
+    def occupied_s(self) -> float:
+        """Return the seconds with one task or more."""
+        now_s = monotonic() - self.state.since if self.state.tasks else 0.0
+        return self.state.occupied_s + now_s
 
     def row(self, waiting: int, more: Mapping[str, Any]) -> dict[str, Any]:
         """Return the counts as they are now, with ``more`` of them."""
-        backend, now, counts = driver.backend(), monotonic(), self.counts
-        device = self._state.device.info
+        backend, now, counts, state = driver.backend(), monotonic(), self.counts, self.state
+        device = state.device.info
         if now - self.asked_at > _PROCESSES_AGE_S:
             self.asked_at = now
             counts["memory_others"] = discovery.memory_of_others(backend, device)
@@ -62,13 +57,14 @@ class _Tally:
         utilization, bandwidth = discovery.utilization(backend, device) or (None, None)
         power_w, temperature = discovery.power_and_temperature(backend, device)
         # An entry may come or go on another thread meanwhile.
-        running = (claim.prefix for claim in tuple(self._state.holding))
-        queued = min(waiting, self._state.tasks)
+        running = (claim.prefix for claim in tuple(state.holding))
+        queued = min(waiting, state.tasks)
         row = {
             **counts,
-            **self.seconds(),
+            "busy_s": state.used_s,
+            "occupied_s": self.occupied_s(),
             "queued": queued,
-            "running": self._state.tasks - queued,
+            "running": state.tasks - queued,
             "memory_free": free,
             "memory_total": total,
             "utilization": utilization,
