@@ -88,7 +88,7 @@ _DISTRIBUTED_HALF = {
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":  # reading it takes longer than the rest of the import
-        return _version()
+        return import_module("importlib.metadata").version("dask-devctx")
     if name not in _DISTRIBUTED_HALF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
@@ -105,18 +105,6 @@ def __getattr__(name: str) -> Any:
     value = getattr(module, name)
     globals()[name] = value
     return value
-
-
-def _version() -> str:
-    metadata = import_module("importlib.metadata")
-    try:
-        return str(metadata.version("dask-devctx"))
-    except metadata.PackageNotFoundError:  # a source tree that is not installed
-        from pathlib import Path
-        from tomllib import loads
-
-        project = Path(__file__).parents[1] / "pyproject.toml"
-        return str(loads(project.read_text("utf-8"))["project"]["version"])
 
 
 def __dir__() -> list[str]:

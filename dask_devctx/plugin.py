@@ -103,15 +103,11 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
-        given = ", ".join(f"{name}={value!r}" for name, value in self._chosen().items())
-        return f"DevicePlugin({given})"
-
-    def _chosen(self) -> dict[str, Any]:
-        """Return the devices, and the options that are not the default."""
         usual, values = config.defaults["devctx"], {n: getattr(self, n) for n in OPTION_NAMES}
-        changed = {n: v for n, v in values.items() if v not in (None, usual.get(key_of(n)))}
-        there = {} if self.extension is None else {"worker_devices": self.worker_devices}
-        return there | changed
+        shown = {n: v for n, v in values.items() if v not in (None, usual.get(key_of(n)))}
+        if self.extension is not None:
+            shown = {"worker_devices": self.worker_devices, **shown}
+        return f"DevicePlugin({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     @property
     def worker_devices(self) -> tuple[Device, ...]:
