@@ -113,8 +113,8 @@ class PeerTransfers:
             self._local.executor.shutdown(wait=False)
 
     async def _close_buffers(self, said: Any, **_: object) -> bool:
-        """Close buffers of another worker, which tells its address and their handles."""
-        return bool(await self._local.run(self._local.opened.close, *said))
+        """Close buffers of another worker, which tells their handles."""
+        return bool(await self._local.run(self._local.opened.close, None, said))
 
     # -- staging memory
 
@@ -177,7 +177,7 @@ class PeerTransfers:
                 # dask tries for longer than this to connect to a process that is gone.
                 pool.reuse(address, await pool.connect(address, timeout=_CONNECT_TIMEOUT_S))
                 close = getattr(self._local.worker.rpc(address), CLOSE)
-                said = await close(said=(self._local.worker.contact_address, handles))
+                said = await close(said=handles)
         except OSError as error:
             if isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError):
                 return False

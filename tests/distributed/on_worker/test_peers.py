@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import queue
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dask
@@ -303,6 +308,28 @@ def test_where_the_driver_refuses_values_go_as_dask_sends_them(
             return "ipc" in peers.ways(client)
 
         assert lasts or peers.until(by_ipc, 20)
+
+
+def test_what_a_cancelled_transfer_has_staged_is_undone() -> None:
+    go_on, undone = threading.Event(), queue.Queue[str]()
+
+    def stage() -> str:
+        assert go_on.wait(10)
+        return "staged"
+
+    async def cancelled() -> None:
+        with ThreadPoolExecutor(1) as executor:
+            local = SimpleNamespace(executor=executor)
+            running = asyncio.ensure_future(pairs.Local.run(local, stage, undo=undone.put))
+            await asyncio.sleep(0)
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            assert undone.empty()
+            go_on.set()
+
+    asyncio.run(cancelled())
+    assert undone.get(timeout=10) == "staged"
 
 
 def test_it_can_be_switched_off() -> None:
