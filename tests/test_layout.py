@@ -24,7 +24,7 @@ LONGER = {
     "errors.py": 640,  # the tree of errors: read one by one
     "simulated_array.py": 480,
     "worker/rechunks.py": 350,
-    "worker/values/spill.py": 560,  # what leaves and what comes back, of one account
+    "worker/values/spill.py": 559,  # what leaves and what comes back, of one account
 }
 # Names of modules that have no subject of their own.
 NO_IDEA = {"common", "helpers", "misc", "tools", "util", "utils"}

@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import dask
 import numpy as np
 import pytest
-from distributed import LocalCluster
 
 from dask_devctx import Device, DevicePlugin, SimulatedArray
 from dask_devctx.errors import DevctxError
 from dask_devctx.transfer import nbytes_by_device
-from tests.distributed.devices import here, on_cluster, started, with_plugin
+from tests.distributed.devices import here, on_cluster, with_plugin
 from tests.transfer.hostile import (
     CONTAINERS,
     EndsSomething,
@@ -92,38 +90,6 @@ async def total_later(x: SimulatedArray) -> float:
     return float(x.sum())
 
 
-tried: list[int] = []
-
-
-def second_time(x: SimulatedArray) -> float:
-    tried.append(id(x))
-    if len(tried) < 3:
-        raise OSError("not yet")
-    return float(x.sum())
-
-
-@with_plugin()
-async def test_a_task_that_runs_again_is_given_its_value_again(client: Any) -> None:
-    tried.clear()
-    with Device(1):
-        x = make()
-    with dask.annotate(device=3):
-        assert await client.submit(second_time, x, retries=5) == 100.0
-    assert len(tried) == 3
-
-
-def test_an_executor_s_arguments_are_on_the_task_s_device() -> None:
-    with started(LocalCluster, n_workers=1, threads_per_worker=8) as client:
-        client.register_plugin(DevicePlugin())
-        with Device(1):
-            x = make()
-        with client.get_executor(pure=False) as executor:
-            futures = [executor.submit(total, x) for _ in range(8)]
-            results = [future.result(timeout=30) for future in futures]
-    assert {value for value, _ in results} == {100.0}
-    assert {device for _, device in results} == {0, 1, 2, 3}
-
-
 def around(kind: str) -> Any:
     x = make(4)
     return CONTAINERS[kind]([x, [x, "host"]])
@@ -192,14 +158,3 @@ async def test_a_deeply_nested_value_is_one_as_any_other(client: Any, depth: int
     for device in (0, 1):
         with dask.annotate(device=device):
             assert await client.submit(depth_of, made, pure=False) == depth
-
-
-@with_plugin()
-async def test_a_thread_pool_of_the_user_s_own_is_given_its_values_too(
-    client: Any, worker: Any
-) -> None:
-    worker.executors["mine"] = ThreadPoolExecutor(1)
-    with Device(0):
-        x = make()
-    with dask.annotate(device=2, executor="mine"):
-        assert await client.submit(total, x) == (100.0, 2)

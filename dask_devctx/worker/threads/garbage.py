@@ -32,11 +32,8 @@ def short_collections(worker: Worker) -> Iterator[None]:
 
     def freeze_when_idle() -> None:
         nonlocal modules
-        # A cycle that ends later, such as that of a cancelled task that still runs, stays frozen.
-        busy = worker.state.tasks or worker.active_threads
-        if len(sys.modules) > modules and not busy:
+        if len(sys.modules) > modules and not worker.state.tasks:
             modules = len(sys.modules)
-            gc.unfreeze()
             gc.collect()
             gc.freeze()
 

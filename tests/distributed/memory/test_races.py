@@ -13,7 +13,7 @@ from typing import Any
 import dask
 import pytest
 from cuda.bindings.driver import CUresult
-from distributed import Client, Event, Future, Worker, secede, wait
+from distributed import Client, Future, wait
 from distributed.utils_test import poll_for
 
 from dask_devctx import Device, DevicePlugin, SimulatedArray, driver
@@ -86,30 +86,6 @@ def test_a_value_that_a_task_needs_while_it_is_copied_to_the_host_stays() -> Non
         memory.unpin([kept])
         assert memory.spill_all(Device(0)) == nbytes
         assert client.submit(total, made, pure=False).result() == 16384
-
-
-def aside(n: int) -> Any:
-    """An array, or a number; after the event loop knows that the task seceded."""
-    secede()
-    Event("seceded").wait(10)
-    return full(1) if n == 0 else n
-
-
-def test_no_room_stays_reserved_for_the_result_of_a_task_that_seceded() -> None:
-    with threads(2 * MIB, 1) as client:
-        for n in range(3):
-            seceded = Event("seceded")
-            seceded.clear()
-            future = client.submit(aside, n, key=f"aside-{n}")
-            poll_for(lambda: any(client.run(long_running).values()), timeout=10)
-            seceded.set()
-            wait(future)
-        ledger = memory_of(client).accounts[Device(0)]
-        poll_for(lambda: ledger.reserved == 0, timeout=10)
-
-
-def long_running(dask_worker: Worker) -> bool:
-    return bool(dask_worker.state.long_running)
 
 
 def test_a_value_that_was_released_comes_back_under_a_key_that_has_another_value() -> None:
