@@ -181,10 +181,12 @@ class LocalDeviceCluster(WatchedCluster):
         refused = self._routing.refused  # workers that could not use their devices, and left
         earlier = set(refused)
         yield
-        for name in earlier:
+        new = [error for name, error in refused.items() if name not in earlier]
+        there = {worker.name for worker in self.scheduler.workers.values()}
+        for name in earlier - there:  # one that is still leaving is forgotten when it has left
             refused.pop(name, None)
         if self.status in (Status.created, Status.starting, Status.running):
-            for error in refused.values():
+            for error in new:
                 raise error
 
 
