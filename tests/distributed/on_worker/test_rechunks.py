@@ -238,7 +238,7 @@ async def test_numpys_arrays_are_dasks_own(client: Any) -> None:
     assert (found == numbers()).all()
 
 
-@with_plugin(4, 4)
+@with_plugin(4, 4, shared=True)
 async def test_blocks_are_made_at_the_first_try_on_each_worker(client: Any, scheduler: Any) -> None:
     x = client.persist(on_devices(numbers(), (N, 40)))
     for task in (lambda y: y, read):  # a block alone, and with a task that dask fuses with it
