@@ -12,7 +12,7 @@ import functools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -27,37 +27,25 @@ from dask_devctx.transfer.location import memory_of
 from dask_devctx.transfer.move import Move
 from dask_devctx.transfer.traffic import timing
 from dask_devctx.worker.leases.registration import has_routing
+from dask_devctx.worker.rechunk_grid import (
+    Block,
+    Coming,
+    Grid,
+    Plan,
+    cannot_join,
+    grid_of,
+    pieces_module,
+)
 from dask_devctx.worker.values.copies import Copies
-from dask_devctx.worker.values.host_form import HostForm
 from dask_devctx.worker.values.value import AWAY, Value
 
 if TYPE_CHECKING:
-    from dask_devctx.transfer.pieces import Axis, Library, Pieces
+    from dask_devctx.transfer.pieces import Library, Pieces
     from dask_devctx.worker.values.store import Store
 
 # The part of a device's memory for the pieces that a worker is asked for at once. While these are
 # used, the next are on their way.
 _PART: Final = 512
-
-
-class Block(NamedTuple):
-    """A block that this worker keeps, and where it lies in its allocation on the device."""
-
-    held: Held
-    value: Value
-    nbytes: int
-    offset: int
-    allocated: int
-
-    def in_form(self, form: HostForm) -> int | None:
-        """Return the block's address in host memory; None if the form does not have it as bytes."""
-        if len(form.parts) != 1:
-            return None
-        # It was copied as an array of its own, or as all of its allocation.
-        block = form.parts[0][1]
-        offsets = {self.allocated: self.offset, self.nbytes: 0}
-        at = offsets.get(block.nbytes)
-        return None if at is None else block.address + at
 
 
 class Arrived(NamedTuple):
@@ -66,91 +54,6 @@ class Arrived(NamedTuple):
     which: Any
     packed: Any
     offset: int = 0
-
-
-class Coming(NamedTuple):
-    """Pieces of a block of the output in a run of bytes that a worker was asked for."""
-
-    future: Future[Any]
-    offset: int
-    shared: bool  # with other blocks of the output
-
-
-class Plan(NamedTuple):
-    """How a block of the output is made; all but its shape for each of its pieces."""
-
-    library: Library
-    dtype: Any
-    shape: tuple[int, ...]
-    pieces: Pieces
-    owners: Any  # the numbers of the workers that keep them
-    blocks: Any  # that this worker keeps; None for others
-
-    def part(self, which: Any) -> tuple[Pieces, Any]:
-        """Return some of the pieces, and their blocks."""
-        return self.pieces[which], self.blocks[which]
-
-
-class Grid:
-    """The blocks of a rechunk in their order, all of which are kept; and pieces on their way."""
-
-    def __init__(self, run: DeviceRechunk) -> None:
-        import numpy as np
-
-        shape = tuple(map(len, run.old))
-        self.run = run
-        self.addresses = list(dict.fromkeys(one.address for one in run.held.values()))
-        self.types = list(dict.fromkeys(one[1:3] for one in run.held.values()))
-        self.owners = np.full(shape, -1)
-        self.kinds = np.full(shape, -1)
-        self.blocks = np.full(shape, None, object)
-        for at, held in run.held.items():
-            self.owners[at] = self.addresses.index(held.address)
-            self.kinds[at] = self.types.index(held[1:3])
-        for at, block in run.blocks.items():
-            self.blocks[at] = (block,)  # NumPy would look into it
-        self.mine = run.partitions_of.get(run.local_address, [])
-        self.places = {index: n for n, index in enumerate(self.mine)}
-        self.plans: dict[Index, Plan | None] = {}  # of blocks that are made soon
-        self.coming: dict[tuple[Index, int], Coming] = {}
-        self.asked: dict[int, int] = {}  # by worker: the place of the next block to ask it for
-        self._axis = functools.cache(self._axis)  # type: ignore[method-assign]
-
-    def plan(self, index: Index) -> Plan | None:
-        """Return how a block of the output is made; None if it is made of none on devices."""
-        import numpy as np
-
-        parts = [axis[at] for axis, at in zip(self.run.axes, index, strict=True)]
-        where = tuple(slice(part[0][0], part[-1][0] + 1) for part in parts)
-        kinds = self.kinds[where]
-        told = kinds[kinds >= 0]
-        if not told.size:
-            return None
-        if (told != told[0]).any():
-            raise _cannot_join(self.types[kind] for kind in np.unique(told))
-        name, dtype = self.types[told[0]]
-        first = np.argwhere(kinds >= 0)[0]
-        known = self.run.held[tuple(part[n][0] for part, n in zip(parts, first, strict=True))].shape
-        # An axis of unknown lengths keeps its blocks: each has the length of the output's.
-        axes = [
-            self._axis(n, at, size if self.run.old[n][0] != self.run.old[n][0] else None)
-            for n, (at, size) in enumerate(zip(index, known, strict=True))
-        ]
-        pieces = _pieces()
-        shape = tuple(int(axis.length.sum()) for axis in axes)
-        found = pieces.Pieces.between(axes, dtype.itemsize)
-        owners, blocks = self.owners[where].ravel(), self.blocks[where].ravel()
-        return Plan(pieces.named(name), dtype, shape, found, owners, blocks)
-
-    def _axis(self, axis: int, at: int, known: int | None) -> Axis:
-        import numpy as np
-
-        parts = self.run.axes[axis][at]
-        sizes = [self.run.old[axis][n] if known is None else known for n, _ in parts]
-        cut = [part.indices(size) for size, (_, part) in zip(sizes, parts, strict=True)]
-        begins, ends, _ = np.array(cut, np.int64).T
-        made: Axis = _pieces().Axis(np.array(sizes, np.int64), begins, ends - begins)
-        return made
 
 
 class Rechunks:
@@ -173,7 +76,7 @@ class Rechunks:
         device, store = device_of(block), self._store()
         if device is None:
             return None
-        library = _pieces().of_type(type(block))
+        library = pieces_module().of_type(type(block))
         if library is None or store is None:
             raise TypeError(
                 f"dask's P2P rechunk cannot take a {type(block).__qualname__} on {device}. "
@@ -203,12 +106,12 @@ class Rechunks:
 
     def output(self, run: DeviceRechunk, index: Index) -> Any:
         """Return a block of the output; None if it is made of no blocks on devices."""
-        grid = _grid(run)
+        grid = grid_of(run)
         plan = grid.plans.pop(index, None) or grid.plan(index)
         if plan is None:
             return None
         if (plan.owners < 0).any():
-            raise _cannot_join([grid.types[0], "host memory"])
+            raise cannot_join([grid.types[0], "host memory"])
         current = Device.current()
         with current or self._devices[0] as device:
             made = self._made(grid, index, plan, device)
@@ -277,12 +180,13 @@ class Rechunks:
         """Return this worker's pieces of blocks of the output as one value; on any thread."""
         import numpy as np
 
-        grid = _grid(run)
+        grid = grid_of(run)
         owner = grid.addresses.index(self._worker.address)
         plans = [plan for index in asked if (plan := grid.plan(index)) is not None]
-        parts = [plan.part(plan.owners == owner) for plan in plans]
-        pieces = _pieces().Pieces.joined([pieces for pieces, _ in parts])
-        blocks = np.concatenate([blocks for _, blocks in parts])
+        mine = [plan.owners == owner for plan in plans]
+        parts = list(zip(plans, mine, strict=True))
+        pieces = pieces_module().Pieces.joined([plan.pieces[which] for plan, which in parts])
+        blocks = np.concatenate([plan.blocks[which] for plan, which in parts])
         homes = Counter(next(iter(block.value.nbytes), None) for (block,) in blocks)
         device = max(self._devices, key=homes.__getitem__)
         return self._packed(blocks, pieces, plans[0].library, device)
@@ -307,20 +211,27 @@ class Rechunks:
         """Copy pieces to their places on the current device: of blocks, and arrived; waits."""
         import numpy as np
 
-        pinned: list[Value] = []
-        addresses, on_host = np.zeros(len(pieces), np.int64), np.zeros(len(pieces), bool)
+        there = (blocks != None).nonzero()[0].tolist()  # noqa: E711
         far: dict[Device, list[int]] = {}
+        for n in there:
+            value = blocks[n][0].value
+            home = next(iter(value.nbytes), device)
+            if home is not device and not value.is_away:
+                far.setdefault(home, []).append(n)
+        # Nothing is pinned here while another device makes room for what is packed there.
+        arrived += self._from(far, blocks, pieces, library, device)
+        addresses, on_host = np.zeros(len(pieces), np.int64), np.zeros(len(pieces), bool)
+        pinned: list[Value] = []
         kept = []
+        moved: dict[Device, list[int]] = {}  # restored on another device just now
         try:
-            for n in (blocks != None).nonzero()[0].tolist():  # noqa: E711
+            for n in set(there).difference(*far.values()):
                 address, home, whole = _source(blocks[n][0], library, device, pinned)
                 kept.append(whole)
                 addresses[n], on_host[n] = address, home is None
                 if home is not None and home is not device:
-                    far.setdefault(home, []).append(n)
-            for home, which in far.items():
-                one = Arrived(which, self._packed(blocks[which], pieces[which], library, home))
-                arrived.append(one._replace(packed=self._moved(one, pieces.sizes, device)))
+                    moved.setdefault(home, []).append(n)
+            arrived += self._from(moved, blocks, pieces, library, device)
             for one in arrived:
                 addresses[one.which] = library.pointer(one.packed) + one.offset
             if arrived:
@@ -331,6 +242,19 @@ class Rechunks:
             for value in pinned:
                 spill: Any = value.spill
                 spill.unpin([value])
+
+    def _from(
+        self,
+        far: dict[Device, list[int]],
+        blocks: Any,
+        pieces: Pieces,
+        library: Library,
+        device: Device,
+    ) -> Iterator[Arrived]:
+        """Pack pieces on other devices of this worker, and move them to the current one."""
+        for home, which in far.items():
+            one = Arrived(which, self._packed(blocks[which], pieces[which], library, home))
+            yield one._replace(packed=self._moved(one, pieces.sizes, device))
 
     def _moved(self, arrived: Arrived, sizes: Any, device: Device) -> Any:
         """Return a run of bytes on the current device."""
@@ -351,24 +275,6 @@ class Rechunks:
         store = self._store()
         make = functools.partial(library.empty, shape, dtype, device)
         return make() if store is None else store.spill.allocated(device, nbytes, make)
-
-
-def _grid(run: DeviceRechunk) -> Grid:
-    """Return the grid of a run, which all workers have told of their blocks."""
-    with run.lock:
-        grid: Grid | None = run.grid
-        if grid is None:
-            grid = Grid(run)
-            run.raise_if_closed()
-            run.grid = grid
-        return grid
-
-
-def _cannot_join(types: Iterable[object]) -> TypeError:
-    return TypeError(
-        "dask's P2P rechunk cannot join arrays on devices with arrays of another library or type, "
-        f"or in host memory: {', '.join(map(str, types))}"
-    )
 
 
 def _source(
@@ -397,31 +303,9 @@ def _copy(
     after: Iterable[Stamp] = (),
 ) -> None:
     """Copy pieces to their places on the current device, after some work; waits."""
-    lane = lanes.take(device)
-    try:
+    with lanes.taken(device) as lane:
         for one in after:
             lane.after(one)
         lane.after_current_streams()  # the libraries reuse memory that earlier work still reads
         pieces.copy(lane, sources, target, on_host)
-    except BaseException:
-        lanes.drop(lane)
-        raise
     lanes.finish(lane)
-
-
-@functools.cache
-def _pieces() -> Any:
-    from dask_devctx.transfer import pieces  # which needs NumPy, as dask's arrays do
-
-    def empty(shape: tuple[int, ...], dtype: Any, device: Device) -> Any:
-        from dask_devctx.simulated_array import SimulatedArray
-
-        return SimulatedArray._empty(shape, "u1" if dtype is None else dtype)
-
-    def dense(array: Any) -> Any:
-        return array if array.flags.c_contiguous else array.copy("C")
-
-    name = "dask_devctx.SimulatedArray"
-    simulated = pieces.Library(name, lambda array: array._pointer, dense, empty)
-    pieces.LIBRARIES[name] = lambda: simulated
-    return pieces

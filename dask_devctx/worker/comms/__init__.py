@@ -25,7 +25,7 @@ def landing_on(worker: Worker, devices: Sequence[Device]) -> Iterator[None]:
     # Libraries pack, unpack and free an array on their default device, CUDA's first, if no other
     # device is current, and so begin to use it. So one of the worker's devices is current on the
     # threads that do so: those of the event loop and of the ``offload`` executor. Tasks that are
-    # not for a device do not see it: see `HostTask`.
+    # not for a device do not see it: see `HostRun`.
     device, offload = in_place_of_the_first(devices), worker.executors["offload"]
     if device is None:
         yield
