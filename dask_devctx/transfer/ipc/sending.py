@@ -152,6 +152,7 @@ class Sending:
 
     def close(self) -> None:
         """Give the staging memory back; no copy into it is under way."""
+        self.parts = []  # a connection that broke may keep this, and must keep no value
         place, self.place = self.place, None
         if place is not None:
             self.staging.give(self._buffer, place.offset)
