@@ -48,6 +48,10 @@ def _fill(
     document: Document,
 ) -> None:
     """Add some of the plots to a document, and keep them up to date."""
+    context = document.session_context
+    wanted = () if context is None else context.request.arguments.get("theme", ())
+    if dark := b"dark" in wanted:
+        document.theme = "dark_minimal"
     axes = Axes()
     plots = [_MAKE[name](scheduler, axes) for name in names]
     feed = Feed(scheduler, [axes, *plots])
@@ -55,7 +59,10 @@ def _fill(
     for plot in plots:
         document.add_root(plot.root)
     document.title = f"Dask: {title}"
-    if len(names) > 1:  # a plot alone has Bokeh's own page, as dask's have
+    document.template_variables.update(extra, names=names, lanes=feed.count(), dark=dark)
+    if len(names) > 1:
         document.template = template("devices.html", _TEMPLATES)
-        document.template_variables.update(extra, names=names, lanes=feed.count())
+    else:  # a plot alone has Bokeh's own page, as dask's have
+        theme = (Path(_TEMPLATES) / "theme.html").read_text()
+        document.template = f"{{% block preamble %}}{theme}{{% endblock %}}"
     update_regularly(document, feed, _INTERVAL_MS)

@@ -22,9 +22,9 @@ _STYLE: Final = """
 h3 { font-size: 13px; margin: 4px 10px; }
 .bk-clearfix { display: block; }
 table { border-collapse: collapse; width: 100%; }
-th { color: #666666; font-weight: normal; text-align: left; position: sticky; top: 0;
-     background: white; white-space: nowrap; }
-th, td { padding: 3px 10px; border-bottom: 1px solid #dddddd; vertical-align: top; }
+th { color: #888888; font-weight: normal; text-align: left; position: sticky; top: 0;
+     background: var(--page, white); white-space: nowrap; }
+th, td { padding: 3px 10px; border-bottom: 1px solid #88888855; vertical-align: top; }
 td { max-width: 32em; overflow-wrap: anywhere; white-space: pre-line; }
 td:first-child { white-space: nowrap; }
 """
@@ -64,6 +64,9 @@ class Glance(Table):
         uuids = [uuid for uuid in reversed(batch.lanes.names) if uuid in batch.latest]
         rows = (_device(batch.lanes.name(uuid), batch.latest[uuid], batch.now) for uuid in uuids)
         title = counted(len(uuids), "device") if uuids else "No device has answered yet"
+        samples = [batch.latest[uuid].after for uuid in uuids]
+        if samples and all(s.utilization is None and s.power_w is None for s in samples):
+            title += "; NVML has no numbers of them"
         self.write(title, _HEAD, rows)
 
 

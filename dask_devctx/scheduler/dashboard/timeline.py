@@ -14,6 +14,8 @@ from dask_devctx.scheduler.dashboard.figures import (
     BOX,
     FAILED,
     MOST_ROWS,
+    STALE_S,
+    WINDOW_S,
     Axes,
     Rows,
     about,
@@ -28,6 +30,9 @@ _TASKS: Final = (-0.26, 0.44)
 _COPIES: Final = (-0.44, -0.32)
 # The most slots of a lane: more tasks at a time share one.
 _MOST_SLOTS: Final = 8
+# The kinds of tasks that the legend names, and the most characters of a name.
+_NAMED: Final = 6
+_NAME_LENGTH: Final = 18
 # Tasks that follow each other may overlap by this.
 _OVERLAP_S: Final = 1e-3
 _TITLE: Final = "Tasks and copies on each device"
@@ -40,21 +45,32 @@ class Timeline:
     """
 
     def __init__(self, axes: Axes) -> None:
-        self._tasks = Rows("left right bottom top", "color key about")
+        self._tasks = Rows("left right bottom top", "color kind key about")
+        self._running = Rows("left right bottom top", "state about")
         self._copies = Rows("left right bottom top nbytes", "color copy about")
         self._begin()
         self.root = axes.plot("device_timeline", _TITLE)
+        running = self.root.quad(
+            **BOX, source=self._running.source, fill_color="#888888", fill_alpha=0.3,
+            line_color=None, legend_field="state",
+        )  # fmt: skip
         # The edge tells two tasks of one kind apart, and shows one that is too short to be seen.
-        tasks = self.root.quad(**BOX, source=self._tasks.source, color="color", fill_alpha=0.75)
+        tasks = self.root.quad(
+            **BOX, source=self._tasks.source, color="color", fill_alpha=0.75, legend_field="kind"
+        )
         copies = self.root.quad(
             **BOX, source=self._copies.source, color="color", legend_field="copy"
         )
         legend_below(self.root)
-        self.root.add_tools(hover(tasks, copies))
+        self.root.add_tools(hover(tasks, copies, running))
 
     def _begin(self) -> None:
         """Begin from nothing."""
         self._left_out = 0
+        self._named: set[str] = set()
+        # When the last task of a device ended, and since when it has tasks without a pause.
+        self._ended: dict[str, float] = {}
+        self._running_since: dict[str, float] = {}
         # For each slot of a device: when its last task ended.
         self._slots: dict[str, list[float]] = {}
         # The tasks that are shown, with their slots.
@@ -74,9 +90,19 @@ class Timeline:
         shown = self._kept if again else fresh
         self._tasks.add((self._task(batch, *one) for one in shown), again=again)
         self._copies.add(_copies(batch), again=batch.again)
+        running = [*self._running_rows(batch)]
+        self._running.add(running, again=True)
         self._left_out += batch.left_out
-        left_out = f": the {self._left_out:,} shortest ones are left out"
-        self.root.title.text = _TITLE + (left_out if self._left_out else "")
+        self.root.title.text = _TITLE + self._news(batch, is_running=bool(running))
+
+    def _news(self, batch: Batch, *, is_running: bool) -> str:
+        """Return the end of the title."""
+        if self._left_out:
+            return f": the {self._left_out:,} shortest ones are left out"
+        if not self._ended:
+            return "" if is_running else ": no task ran so far"
+        idle = batch.now - max(self._ended.values())
+        return "" if is_running or idle < WINDOW_S else f": idle for {format_time(idle)}"
 
     def _slot(self, row: TaskRun) -> int:
         """Return the slot of a task; those of a device come in about the order of their starts."""
@@ -86,6 +112,7 @@ class Timeline:
         if slot == _MOST_SLOTS:
             slot = ends.index(min(ends))
         ends[slot : slot + 1] = [row.stop or 0.0]
+        self._ended[str(row.uuid)] = max(ends)
         return slot
 
     def _task(self, batch: Batch, row: TaskRun, slot: int) -> dict[str, Any]:
@@ -94,6 +121,9 @@ class Timeline:
         height = (high - low) / len(self._slots[uuid])
         top = batch.lanes.positions[uuid] + high - slot * height
         wrong = row.outcome == "error"
+        if len(self._named) < _NAMED and not wrong:
+            self._named.add(row.prefix)
+        kind = row.prefix[:_NAME_LENGTH] if row.prefix in self._named else "other kinds"
         lines = {
             "key": str(row.key),
             "device": batch.lanes.name(uuid),
@@ -108,9 +138,35 @@ class Timeline:
             "bottom": top - 0.92 * height,
             "top": top,
             "color": FAILED if wrong else color_of(row.prefix),
+            "kind": "failed" if wrong else kind,
             "key": str(row.key),
             "about": about(f"{row.prefix}{' failed' if wrong else ''}", lines),
         }
+
+    def _running_rows(self, batch: Batch) -> Iterator[dict[str, Any]]:
+        """Yield a row for each device with tasks: since they began, or since the last task ended.
+
+        A task's own row comes when it ends.
+        """
+        low, high = _TASKS
+        for uuid, middle in batch.lanes.positions.items():
+            one = batch.latest.get(uuid)
+            if one is None or not one.after.running:
+                self._running_since.pop(uuid, None)
+                continue
+            since = self._running_since.setdefault(uuid, one.before.time)
+            start = max(since, self._ended.get(uuid, 0.0))
+            if start < batch.now < one.after.time + STALE_S:
+                names = f"{one.after.running} × {', '.join(one.after.tasks_now)}"
+                lines = {"device": batch.lanes.name(uuid), "tasks": names}
+                yield {
+                    "left": batch.ms(start),
+                    "right": batch.ms(batch.now),
+                    "bottom": middle + low,
+                    "top": middle + high,
+                    "state": "running",
+                    "about": about("running", lines | {"waiting": str(one.after.queued)}),
+                }
 
 
 def _copies(batch: Batch) -> Iterator[dict[str, Any]]:
