@@ -5,8 +5,9 @@ from __future__ import annotations
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from operator import attrgetter
 from threading import Event
 from typing import Final
 
@@ -14,14 +15,22 @@ import click
 from distributed import Client
 
 from dask_devctx.cli.connection import scheduler_address
-from dask_devctx.client.live import Moment, aligned, between, cells, moment
+from dask_devctx.client.live import LiveDevice, Moment, aligned, between, cells, moment
 from dask_devctx.errors import counted, nbytes_text
 
 # The last ones are cut off in a narrow terminal.
 _COLUMNS: Final = (
-    *("use", "busy", "tasks/s", "runs", "waits", "done", "failed", "memory used", "copied in/s"),
-    *("kept", "spilled", "now", "worker"),
+    *("use", "busy", "tasks/s", "runs", "waits", "done", "failed", "memory used", "spilled"),
+    *("now", "kept", "copied in/s", "worker"),
 )
+_SORTED_BY: Final[Mapping[str, Callable[[LiveDevice], float]]] = {
+    "use": lambda device: device.utilization or 0,
+    "busy": lambda device: device.occupied or 0,
+    "tasks": attrgetter("tasks_per_s"),
+    "waits": attrgetter("queued"),
+    "memory": lambda device: (device.memory_total or 0) - (device.memory_free or 0),
+    "spilled": lambda device: device.memory_spilled or 0,
+}
 # The scheduler has news of a worker each half a second.
 _HEARTBEAT_S: Final = 1.0
 
@@ -32,7 +41,7 @@ _HEARTBEAT_S: Final = 1.0
     epilog="""\b
 Examples:
   dask devctx top tcp://scheduler:8786
-  dask devctx top tcp://scheduler:8786 --once
+  dask devctx top tcp://scheduler:8786 --once --sort memory
 """,
 )
 @click.argument("scheduler", required=False)
@@ -43,6 +52,9 @@ Examples:
     default=1.0,
     show_default=True,
     help="Seconds between two states.",
+)
+@click.option(
+    "--sort", type=click.Choice([*_SORTED_BY]), help="The largest first; by device by default."
 )
 @click.option("--scheduler-file", type=click.Path(exists=True), help="As of dask scheduler.")
 @click.option(
@@ -56,6 +68,7 @@ def top(
     scheduler: str | None,
     once: bool,
     interval: float,
+    sort: str | None,
     scheduler_file: str | None,
     timeout: float,
 ) -> None:
@@ -71,7 +84,7 @@ def top(
                     now = moment(client)
                     if not once:
                         click.clear()
-                    click.echo(_as_text(str(client.scheduler.address), before, now))
+                    click.echo(_as_text(str(client.scheduler.address), before, now, sort))
                     if once:
                         return
                     before = now
@@ -105,8 +118,10 @@ def _interrupted() -> Iterator[Event]:
         signal.signal(signal.SIGINT, earlier)
 
 
-def _as_text(address: str, before: Moment, now: Moment) -> str:
+def _as_text(address: str, before: Moment, now: Moment, sort: str | None) -> str:
     devices = between(before, now)
+    if sort is not None:
+        devices.sort(key=_SORTED_BY[sort], reverse=True)
     speed = sum(device.tasks_per_s for device in devices)
     workers = counted(len(now.workers), "worker")
     # A pipe has no width.

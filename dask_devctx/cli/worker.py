@@ -50,6 +50,24 @@ Examples:
 _OURS_TOO: Final = {"n_workers", "nthreads"}
 # An option that is a function has no text.
 _IN_PYTHON_ONLY: Final = {"policy"}
+# The help shows these options first.
+_EVERYDAY: Final = (
+    *("devices", "devices_per_worker", "n_workers", "nthreads", "tasks_per_device"),
+    *("device_memory_limit", "memory_limit", "scheduler_file", "protocol", "interface"),
+    *("name", "local_directory"),
+)
+# The meaning of dask-cuda's options for RMM.
+_RMM: Final = {
+    "pool_size": "The initial size of an RMM pool on each device: a fraction, or bytes.",
+    "maximum_pool_size": "How large such a pool may become; by default all of the memory.",
+    "managed_memory": "RMM allocates managed memory, which the driver moves to the host.",
+    "async": "RMM uses CUDA's asynchronous allocator.",
+    "release_threshold": "With it: how much unused memory it keeps; by default all.",
+    "log_directory": "Where RMM logs each allocation, a file for each worker and device.",
+    "track_allocations": "RMM counts the bytes, for dask's dashboard. This is slow.",
+    "allocator_external_lib_list": "The libraries that allocate through RMM: cupy, torch, numba, "
+    "with commas between them.",
+}
 _DASK_CUDAS: Final = (*RMM_NAMES, "enable_cudf_spill", "cudf_spill_stats", "pre_import")
 # Options of dask-cuda's command that change nothing here.
 _ACCEPTED: Final = {
@@ -164,13 +182,14 @@ def _parameters() -> Iterator[click.Parameter]:
 def _text_of(name: str) -> str:
     if name == "devices":
         return f"{text_of(name)} With commas between them."
-    return "As of dask cuda worker." if name in RMM_NAMES else text_of(name)
+    return _RMM.get(name.removeprefix("rmm_")) or text_of(name)
 
 
+_ORDER: Final = {name: n for n, name in enumerate(_EVERYDAY)}
 worker = click.Command(
     "worker",
     callback=_run,
-    params=[*_parameters()],
+    params=sorted(_parameters(), key=lambda one: _ORDER.get(str(one.name), len(_ORDER))),
     help=_HELP,
     epilog=_EXAMPLES,
     context_settings={"help_option_names": ["-h", "--help"]},

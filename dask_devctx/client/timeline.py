@@ -20,7 +20,7 @@ from distributed import Client, Scheduler
 
 from dask_devctx.client.live import refuse_unusable
 from dask_devctx.errors import DevctxError
-from dask_devctx.scheduler.history import DeviceHistory, KnownDevice, KnownWorker
+from dask_devctx.scheduler.history import DeviceHistory, KnownWorker
 from dask_devctx.scheduler.rows import HOST, Copy, Incident, Sample, TaskRun
 
 Event = dict[str, Any]
@@ -34,7 +34,7 @@ class Stretch:
 
     rows: list[tuple[str, Row]] = field(default_factory=list)
     samples: list[tuple[str, Sample]] = field(default_factory=list)
-    devices: Mapping[tuple[str, str], KnownDevice] = field(default_factory=dict)
+    devices: Mapping[tuple[str, str], int] = field(default_factory=dict)
     workers: Mapping[str, KnownWorker] = field(default_factory=dict)
     lost: int = 0
 
@@ -205,7 +205,7 @@ class _Writer:
         """Return the numbers of a worker and of its device."""
         known = None if end[1] is None else self._stretch.devices.get((end[0], end[1]))
         pid = self._pids.setdefault(end[0], len(self._pids) + 1)
-        return pid, _NO_DEVICE if known is None else known.device_id
+        return pid, _NO_DEVICE if known is None else known
 
     def _thread(self, pid: int, ordinal: int, kind: int, lane: int = 0) -> tuple[int, int]:
         """Return the numbers of a process and of a thread."""

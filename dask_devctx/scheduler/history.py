@@ -49,13 +49,6 @@ class Reading(NamedTuple):
     lost: int
 
 
-class KnownDevice(NamedTuple):
-    """A device whose history was collected: its ordinal in its worker's process, and its name."""
-
-    device_id: int
-    name: str | None
-
-
 @dataclass
 class KnownWorker:
     """A worker whose history was collected."""
@@ -75,9 +68,9 @@ class DeviceHistory:
     """
 
     def __init__(self, scheduler: Scheduler, addresses: Callable[[], Collection[str]]) -> None:
-        # The latest samples, the oldest first, and the devices: both by worker and UUID.
+        # The latest samples, the oldest first, and the ordinals: both by worker and UUID.
         self.samples: dict[tuple[str, str], deque[Sample]] = {}
-        self.devices: dict[tuple[str, str], KnownDevice] = {}
+        self.devices: dict[tuple[str, str], int] = {}
         self.workers: dict[str, KnownWorker] = {}  # those of all rows, by address
         self._scheduler = scheduler
         self._addresses = addresses
@@ -180,8 +173,8 @@ class DeviceHistory:
     def _take(self, address: str, known: KnownWorker, answer: Mapping[str, Any]) -> bool:
         """Keep the rows of an answer; return whether the worker has more of them."""
         known.epoch, known.since = answer["epoch"], answer["next"]
-        for uuid, device_id, name in answer["devices"]:
-            self.devices[address, uuid] = KnownDevice(device_id, name)
+        for uuid, device_id in answer["devices"]:
+            self.devices[address, uuid] = device_id
         for kind, rows in answer["rows"].items():
             for row in rows:
                 self._keep(address, KINDS[kind](*row))

@@ -47,7 +47,8 @@ async def test_it_comes_with_the_first_worker_and_goes_with_the_plugin(
     assert (await page(scheduler, "devices")).code == 404
     await client.register_plugin(DevicePlugin())
     for path in PAGES:
-        assert (await page(scheduler, path)).code == 200, path
+        shown = await page(scheduler, f"{path}?theme=dark")
+        assert (shown.code, b"color-scheme: dark" in shown.body) == (200, True), path
     assert 'href="devices"' in await menu(scheduler)
     assert "individual-device-transfers" in await menu(scheduler)
     await client.unregister_worker_plugin("devctx")

@@ -151,8 +151,8 @@ class Feed:
             return
         reading, workers = history.read(self._next), history.workers
         devices = {
-            (workers[worker].host, device.device_id, uuid)
-            for (worker, uuid), device in history.devices.items()
+            (workers[worker].host, device_id, uuid)
+            for (worker, uuid), device_id in history.devices.items()
             if workers[worker].present
         }
         again = devices != self._devices

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from time import monotonic
@@ -103,7 +104,7 @@ class DeviceShare:
             raise DeviceNotFoundError(
                 "any",
                 (),
-                None,
+                os.environ.get("CUDA_VISIBLE_DEVICES"),
                 "The worker sees no GPU: check CUDA_VISIBLE_DEVICES and the option devices",
             )
         return found

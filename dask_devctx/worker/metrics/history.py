@@ -69,7 +69,7 @@ class History:
     def __init__(
         self, limit: int, devices: Sequence[Device] = (), offset: Callable[[], float] = lambda: 0.0
     ) -> None:
-        self._devices = [(device.uuid, device.device_id, device.name) for device in devices]
+        self._devices = [(device.uuid, device.device_id) for device in devices]
         self.tasks = Ring(limit)
         self.copies = Ring(limit)
         self.incidents = Ring(limit)

@@ -20,6 +20,7 @@ from distributed.utils_test import poll_for
 from dask_devctx import report
 from dask_devctx.cli import devctx
 from dask_devctx.errors import nbytes_text
+from dask_devctx.simulated_array import SimulatedArray
 from tests.distributed.devices import nap, started
 
 
@@ -61,14 +62,13 @@ def test_the_state_is_printed_once(client: Client) -> None:
     assert head.startswith(f"{address_of(client)}: 4 devices of 2 workers, ")
     assert columns.split()[:4] == ["device", "use", "busy", "tasks/s"]
     assert [line.split()[0] for line in lines] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
-    assert columns.split()[-2:] == ["now", "worker"]
-    assert lines[1].split()[-2] == "nap"
     names = re.split("  +", columns)
     idle, busy = (dict(zip(names, re.split("  +", lines[n]), strict=True)) for n in (3, 1))
     assert int(busy["done"]) > 0
     assert int(busy["tasks/s"]) > 5
     assert int(busy["busy"].rstrip("%")) > 30
     assert busy["memory used"].endswith(" of 16.0 GiB")
+    assert (busy["now"], busy["spilled"]) == ("nap", "0 B")
     assert (idle["done"], idle["tasks/s"], idle["busy"], idle["now"]) == ("0", "0", "0%", "-")
 
 
@@ -81,6 +81,19 @@ def test_values_on_the_host_are_shown() -> None:
         poll_for(lambda: spilled in run("top", address_of(client), "--once").stdout, timeout=20)
         _, line, *_ = str(report(client)).splitlines()
         assert spilled in line
+
+
+def test_the_largest_come_first(client: Client) -> None:
+    with dask.annotate(device=2):
+        value = client.submit(SimulatedArray, (50 << 20,), "u1")
+    wait(value)
+
+    def order(*sort: str) -> list[str]:
+        lines = run("top", address_of(client), "--once", *sort).stdout.splitlines()
+        return [line.split()[0] for line in lines if line.startswith("cuda:")]
+
+    poll_for(lambda: order("--sort", "memory")[0] == "cuda:2", timeout=20)
+    assert order() == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
 
 
 def test_it_shows_the_state_live_until_ctrl_c(client: Client) -> None:

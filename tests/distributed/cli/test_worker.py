@@ -63,6 +63,9 @@ def test_it_has_every_option_of_the_plugin_but_functions() -> None:
     assert {*OPTION_NAMES} - {*option_names()} == {"policy"}
     shown = CliRunner().invoke(devctx, ["worker", "--help"]).stdout
     assert not re.search("[`:]class|``", shown)
+    options = re.findall("^  --([a-z-]+)", shown, re.M)
+    assert options[:2] == ["devices", "devices-per-worker"]
+    assert {"nthreads", "device-memory-limit", "memory-limit", "interface"} < {*options[:12]}
 
 
 def test_the_examples_of_the_help_are_right() -> None:

@@ -20,7 +20,7 @@ from dask_devctx import (
     timeline,
 )
 from dask_devctx.client.timeline import Stretch, trace
-from dask_devctx.scheduler.history import KnownDevice, KnownWorker
+from dask_devctx.scheduler.history import KnownWorker
 from dask_devctx.scheduler.rows import Copy, Sample, TaskRun
 from tests.distributed.devices import fail, nap, started
 from tests.distributed.traces import assert_equal, check, checked, lanes, slices
@@ -113,8 +113,8 @@ def test_an_asynchronous_client_awaits_it(tmp_path: Path) -> None:
 def test_values_between_workers_and_the_host() -> None:
     workers = {name: KnownWorker(name, "host") for name in ("tcp://a:1", "tcp://a:2")}
     devices = {
-        ("tcp://a:1", "GPU-1"): KnownDevice(0, "A"),
-        ("tcp://a:2", "GPU-2"): KnownDevice(1, "A"),
+        ("tcp://a:1", "GPU-1"): 0,
+        ("tcp://a:2", "GPU-2"): 1,
     }
     copies = [
         ("tcp://a:2", Copy("GPU-1", "GPU-2", 10, 5.0, 6.0, "ipc")),

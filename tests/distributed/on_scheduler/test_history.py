@@ -137,7 +137,7 @@ async def test_samples_come_with_heartbeats(client: Any, scheduler: Any, worker:
     assert 0.2 < busy.occupied_s < 5
     assert busy.memory_free < busy.memory_total
     assert (busy.running, busy.queued) == (0, 0)
-    assert history.devices[key].device_id == 0
+    assert history.devices[key] == 0
     assert history.workers[worker.address].present
 
 

@@ -93,13 +93,15 @@ def test_each_device_at_a_glance() -> None:
         time=99.0,
     )  # fmt: skip
     plot.show(batch(there, samples=[("w", idle), ("w", busy)], before=before))
-    assert "<h3>2 devices</h3>" in plot.root.text
+    assert "<h3>2 devices</h3>" in plot.root.text  # NVML has numbers of one
     first, second = plot.root.text.split("<tr><td>")[1:]
     for text in ("cuda:0<", ">50%<", ">15.00 GiB of 16.00 GiB<", "1.00 MiB<", "310 W<", "41 °C<"):
         assert text in first
     assert "<td>2 × &lt;train&gt;</td><td>3</td>" in first
     assert second.startswith("cuda:1<")
     assert ">idle<" in second
+    plot.show(batch(there, samples=[("w", idle)]))
+    assert "<h3>1 device; NVML has no numbers of it" in plot.root.text
 
 
 def test_a_lane_splits_when_two_tasks_ran_at_once() -> None:
@@ -120,6 +122,21 @@ def test_a_lane_splits_when_two_tasks_ran_at_once() -> None:
     assert tops[0] - bottoms[0] == pytest.approx(height / 2)
     plot.show(batch(lanes("a"), [run("one", 1.0, 2.0)], again=True))
     assert data(plot, "key")["key"] == ["one"]
+
+
+def test_tasks_that_run_or_failed_and_idle_devices() -> None:
+    plot, there = Timeline(Axes()), lanes("a", devices=1)
+    plot.show(batch(there, again=True))
+    assert plot.root.title.text.endswith(": no task ran so far")
+    plot.show(batch(there, [run("bad", 10.0, 20.0, "error"), run("good", 20.0, 40.0)]))
+    assert data(plot, "key")["kind"] == ["failed", "work"]
+    assert plot.root.title.text.endswith(": idle for 60.00 s")
+    now = Sample(0, "GPU-a-0", None, running=1, queued=2, tasks_now=("train",), time=99.0)
+    plot.show(batch(there, samples=[("w", now)]))
+    shown = data(plot, "state")
+    assert (shown["left"], shown["right"]) == ([99_000], [100_000])
+    assert "1 × train</td>" in shown["about"][0]
+    assert "idle" not in plot.root.title.text
 
 
 def sides(plot: Any) -> tuple[list[float], list[float]]:
