@@ -148,6 +148,7 @@ def test_the_page_of_a_job_that_runs(client: Client, tmp_path: Path) -> None:
         )
         assert "fails-1" in table
         assert "no &lt;b&gt;rows&lt;/b&gt; in this file" in table
+        assert {("failed",), ("make-first",), ("add-first",)} < {*rows("timeline", "kind")}
 
         for size in ((1280, 900), (3840, 2160)):
             page.set_window_size(*size)
@@ -161,6 +162,13 @@ def test_the_page_of_a_job_that_runs(client: Client, tmp_path: Path) -> None:
                 assert box["height"] >= 120
                 assert box["shown"][0] <= box["width"] + 1
                 assert box["shown"][1] <= box["height"] + 1
+        # A browser that prefers dark pages gets one, also of a plot alone.
+        dark = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+        page.execute_cdp_cmd("Emulation.setEmulatedMedia", dark)
+        look = "return [location.search, getComputedStyle(document.body).backgroundColor]"
+        for path in ("devices", "individual-device-timeline"):
+            page.get(url.replace("devices", path))
+            until(lambda: page.execute_script(look), ["?theme=dark", "rgb(21, 25, 28)"].__eq__)
         assert errors_of(page) == []
 
 

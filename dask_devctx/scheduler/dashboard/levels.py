@@ -47,8 +47,9 @@ class LevelsPlot:
         box: dict[str, Any] = {"left": "left", "right": "right", "source": self._rows.source}
         # A mouse over any part of the lane finds the interval.
         whole = self.root.quad(
-            bottom="low", top="high", color="#888888", alpha=0.2, legend_label=background, **box
-        )
+            bottom="low", top="high", fill_color="#888888", fill_alpha=0.2, line_color=None,
+            legend_label=background, **box,
+        )  # fmt: skip
         for level in levels:
             look = {"color": level.colour, "legend_label": level.legend, **box}
             if level.begins is not None:

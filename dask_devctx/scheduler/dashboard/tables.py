@@ -25,7 +25,7 @@ table { border-collapse: collapse; width: 100%; }
 th { color: #888888; font-weight: normal; text-align: left; position: sticky; top: 0;
      background: var(--page, white); white-space: nowrap; }
 th, td { padding: 3px 10px; border-bottom: 1px solid #88888855; vertical-align: top; }
-td { max-width: 32em; overflow-wrap: anywhere; white-space: pre-line; }
+td { min-width: 4em; max-width: 32em; overflow-wrap: anywhere; white-space: pre-line; }
 td:first-child { white-space: nowrap; }
 """
 

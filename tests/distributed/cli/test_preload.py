@@ -51,6 +51,11 @@ def test_importing_the_package_imports_no_dask() -> None:
     python("-c", source)
 
 
+def test_without_a_visible_device_the_error_has_the_variable(address: str) -> None:
+    with dask_command(*WORKER, "--no-nanny", address, env={"CUDA_VISIBLE_DEVICES": "9"}) as worker:
+        assert worker.says("Available: none; CUDA_VISIBLE_DEVICES is '9'"), worker.said
+
+
 def test_several_hosts(address: str) -> None:
     with ExitStack() as stack:
         for host in ("a", "b"):
