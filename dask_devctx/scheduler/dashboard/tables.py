@@ -66,7 +66,7 @@ class Glance(Table):
         title = counted(len(uuids), "device") if uuids else "No device has answered yet"
         samples = [batch.latest[uuid].after for uuid in uuids]
         if samples and all(s.utilization is None and s.power_w is None for s in samples):
-            title += f"; NVML has no numbers of {'it' if len(uuids) == 1 else 'them'}"
+            title += f"; NVML has no numbers for {'it' if len(uuids) == 1 else 'them'}"
         self.write(title, _HEAD, rows)
 
 

@@ -74,7 +74,9 @@ def test_it_counts_memory_and_tasks(client: Client, tmp_path: Path) -> None:
 
 def test_since(client: Client, tmp_path: Path) -> None:
     client.gather(client.map(nap, [0.0] * 5, key="before", pure=False))
+    time.sleep(0.3)  # workers know the scheduler's clock only about
     began = time.time()
+    time.sleep(0.3)
     client.gather(client.map(nap, [0.0] * 7, key="inside", pure=False))
     made = timeline(client, tmp_path / "timeline.json", since=began)
     keys = [e["args"]["key"] for e in slices(checked(made.path), "task")]

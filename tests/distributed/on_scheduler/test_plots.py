@@ -101,7 +101,7 @@ def test_each_device_at_a_glance() -> None:
     assert second.startswith("cuda:1<")
     assert ">idle<" in second
     plot.show(batch(there, samples=[("w", idle)]))
-    assert "<h3>1 device; NVML has no numbers of it" in plot.root.text
+    assert "<h3>1 device; NVML has no numbers for it" in plot.root.text
 
 
 def test_a_lane_splits_when_two_tasks_ran_at_once() -> None:
