@@ -22,7 +22,6 @@ from tests.distributed.memory.test_spilling import (
     array,
     counts,
     full,
-    memory,
     on_the_host,
     read,
     threads,
@@ -159,8 +158,8 @@ def test_the_error_has_the_numbers() -> None:
 
 
 def alone(x: SimulatedArray) -> tuple[int, int]:
-    _, nbytes = memory(x)
-    return int(x.sum()), nbytes
+    assert x._memory is not None
+    return int(x.sum()), x._memory.block.nbytes
 
 
 @pytest.mark.parametrize("cut", [np.s_[:16], np.s_[:, 3:19], np.s_[::-1, 5::7]])

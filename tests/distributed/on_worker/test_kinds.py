@@ -67,7 +67,7 @@ def third_time(error: type[Exception], x: SimulatedArray) -> float:
 
 
 @pytest.mark.parametrize("error", [OSError, Reschedule])
-@with_plugin(8, 8)
+@with_plugin(8, 8, shared=True)
 async def test_a_task_that_runs_again_does_so_on_its_device(client: Any, error: Any) -> None:
     with Device(1):
         x = make()
