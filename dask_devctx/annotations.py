@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, Literal, NamedTuple, TypeGuard
 
@@ -374,11 +374,24 @@ def _meant(name: str) -> str:
     return near if near[:1] == name[:1] else ""
 
 
-def mistaken(annotations: Iterable[str]) -> Iterator[str]:
+def mistaken(annotations: Mapping[str, Any]) -> Iterator[str]:
     """Yield a warning for each annotation that seems to be ours but means nothing."""
-    for name in annotations:
+    for name, value in annotations.items():
         if meant := _meant(name):
+            also = f", or {DEVICE}=1 to name a device" if meant == DEVICES else ""
             yield (
                 f"the annotation {name!r} means nothing to dask-devctx and dask, and has no effect "
-                f"on the device of its tasks. Write dask.annotate({meant}=...)"
+                f"on the device of its tasks. Write dask.annotate({meant}={value!r}){also}"
             )
+    given = annotations.get(MEMORY)
+    with suppress(TypeError, ValueError):
+        if isinstance(given, int | float | str) and 1 <= (nbytes := parse_bytes(given)) < 2**20:
+            yield f"the annotation {MEMORY}={given!r} reserves {nbytes} bytes: write '4 GiB'"
+
+
+def about_no_plugin(name: str) -> str:
+    """Return the warning about an annotation that no worker of the cluster understands."""
+    return (
+        f"tasks have the annotation {name!r}, and no worker of this cluster uses devices: the "
+        "annotation has no effect. Register the plugin: client.register_plugin(DevicePlugin())"
+    )

@@ -13,6 +13,7 @@ from dask_devctx.config.options import LOOK_AHEAD, Options, fair_memory
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device, devices, named_devices
 from dask_devctx.errors import DevicesInUseError, VisibleDevicesError, counted, held_text
+from dask_devctx.graph.calls import users_level
 from dask_devctx.plugin import held_devices
 
 
@@ -102,7 +103,7 @@ def lay_out(options: Options, n_workers: int | None, *, processes: bool) -> Layo
         warnings.warn(
             f"{counted(started, 'worker')} will use {len(free) - left_over} of the {len(free)} "
             f"devices, {share} each: {counted(left_over, 'device')} will be idle",
-            stacklevel=3,
+            stacklevel=users_level(),
         )
     text = held_text({str(device): who for device, who in held.items()})
     layout = Layout(options, own, used, started, share, free, text)

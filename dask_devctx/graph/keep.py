@@ -16,7 +16,9 @@ import cloudpickle
 import dask
 
 from dask_devctx.dask_internals import check
-from dask_devctx.graph import optimize
+from dask_devctx.graph import calls, optimize
+
+__all__ = ["Kept", "Optimizer", "calls", "keep_annotations"]
 
 _OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "array_optimize": optimize.optimize_array,

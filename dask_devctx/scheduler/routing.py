@@ -18,6 +18,7 @@ from dask_devctx.annotations import (
     NAMES,
     PRESENT,
     Request,
+    about_no_plugin,
     answer,
     mistaken,
     requested_device,
@@ -143,17 +144,14 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     ) -> None:
         """Restrict new tasks, before they are scheduled."""
         ours = sorted(NAMES & annotations.keys())
-        for text in mistaken(annotations):
+        given = {name: next(iter(by_key.values()), None) for name, by_key in annotations.items()}
+        for text in mistaken(given):
             self._warn(text)
         cluster = self._cluster
         # Where the plugin failed, tasks that ask for a device err with the reason.
         heeded = cluster.present or cluster.unheard or cluster.left
         if ours and cluster.workers and not heeded:
-            self._warn(
-                f"tasks have the annotation {ours[0]!r}, and no worker of this cluster uses "
-                "devices: the annotation has no effect. Register the plugin: "
-                "client.register_plugin(DevicePlugin())"
-            )
+            self._warn(about_no_plugin(ours[0]))
         annotated = set().union(*(annotations[name] for name in ours))
         asking = []
         for key in tasks:

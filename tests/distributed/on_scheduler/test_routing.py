@@ -158,19 +158,22 @@ def test_annotations_that_seem_to_name_a_device_are_told_of_once(
     (message,) = (e["message"] for e in events if e.get("action") == "annotation-mistaken")
     assert str(warning.message) == message
     assert f"the annotation {name!r} means nothing" in message
-    assert "dask.annotate(device" in message
+    assert "device=1" in message
     assert message not in caplog.text  # the warning is enough
 
 
 def test_other_annotations_are_not_ours() -> None:
     others = ("priority", "workers", "retries", "resources", "executor", "span", "service")
     mine = ("rerun", "device", "device_share", "devctx-watched", "owner", "advice", "return")
-    assert not [*mistaken((*others, *mine))]
-    typos = {"devicee": "device", "devcies": "devices", "device_memry": "device_memory"}
-    typos |= {"share": "device_share", "gpu": "device", "gpus": "devices", "reruns": "rerun"}
-    for (name, right), text in zip(typos.items(), mistaken(typos), strict=True):
+    assert not [*mistaken(dict.fromkeys((*others, *mine), 3))]
+    typos = {"devicee": "device=3", "devcies": "devices=3", "device_memry": "device_memory=3"}
+    typos |= {"share": "device_share=3", "gpu": "device=3", "gpus": "devices=3", "reruns": "rerun"}
+    for (name, right), text in zip(typos.items(), mistaken(dict.fromkeys(typos, 3)), strict=True):
         assert repr(name) in text
-        assert f"dask.annotate({right}=" in text
+        assert f"dask.annotate({right}" in text
+    assert "dask.annotate(device=0)" in next(mistaken({"gpu": 0}))
+    assert "reserves 4 bytes" in next(mistaken({"device_memory": 4}))
+    assert not [*mistaken({"device_memory": "1 MiB"})]
 
 
 def test_a_worker_without_devices_joins_and_is_not_waited_for() -> None:
