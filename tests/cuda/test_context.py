@@ -121,43 +121,6 @@ def test_close(backend):
     assert current() == 0
 
 
-def test_close_that_is_refused_can_be_tried_again(machine):
-    own = Context(0)
-    machine.faults.inject("cuCtxDestroy", types.CUresult.CUDA_ERROR_LAUNCH_FAILED)
-    with pytest.raises(DriverError, match="cuCtxDestroy failed"):
-        own.close()
-    assert own.handle
-    with own:  # it lives, and works, until it is closed
-        assert own.is_current
-    own.close()
-    assert own.handle == 0
-    assert machine.faults.calls["cuCtxDestroy"] == 2
-    own.close()
-    assert machine.faults.calls["cuCtxDestroy"] == 2
-
-
-# -- making one that fails half-way
-
-
-@pytest.mark.parametrize("outer", [None, 1])
-@pytest.mark.parametrize("name", ["cuCtxCreate", "cuCtxSetCurrent", "cuCtxGetId"])
-def test_making_one_that_fails_half_way_leaves_nothing(machine, outer, name):
-    if outer is not None:
-        Device(outer).set_current()
-    before = current()
-    driver.backend().driver()
-    machine.faults.inject(name, types.CUresult.CUDA_ERROR_UNKNOWN)
-    with pytest.raises(DriverError):
-        Context(0)
-    machine.faults.clear()
-    assert current() == before
-    made = [one for one in machine.driver._contexts.values() if not one.is_primary]
-    assert [one.alive for one in made] in ([], [False])
-    gc.collect()  # what was never made warns of nothing
-    Device.unset_current()
-    assert current() == 0
-
-
 def test_collected_unclosed(machine):
     own = Context(0)
     handle = own.handle

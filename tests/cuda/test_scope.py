@@ -9,7 +9,7 @@ import copy
 import logging
 import os
 import pickle
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from cuda.bindings.driver import CUcontext, CUresult
@@ -31,22 +31,8 @@ def current():
 
 
 def on_thread(function):
-    """Run a function on a fresh thread and return or raise what it returns or raises."""
-    outcome = []
-
-    def body():
-        try:
-            outcome.append((function(), None))
-        except BaseException as error:
-            outcome.append((None, error))
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join()
-    ((value, error),) = outcome
-    if error is not None:
-        raise error
-    return value
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function).result()
 
 
 @pytest.fixture

@@ -6,9 +6,7 @@ each open scope found; after each step the driver must agree with it, on every t
 
 from __future__ import annotations
 
-import queue
-import threading
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
 import pytest
@@ -31,32 +29,6 @@ threads = st.integers(0, THREADS - 1)
 ordinals = st.integers(0, 2)
 
 
-class Worker:
-    """A thread that does what it is told, one thing at a time."""
-
-    def __init__(self):
-        self._todo = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self):
-        while (work := self._todo.get()) is not None:
-            function, future = work
-            try:
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
-
-    def __call__(self, function):
-        future = Future()
-        self._todo.put((function, future))
-        return future.result(timeout=30)
-
-    def stop(self):
-        self._todo.put(None)
-        self._thread.join()
-
-
 class Model:
     """What is current on a thread, and what its open scopes found: names of contexts, or None."""
 
@@ -75,10 +47,14 @@ class Scopes(RuleBasedStateMachine):
         self._use = driver.use(self.make_backend(self.machine))
         self.backend = self._use.__enter__()
         self.calls = self.backend.driver()
-        self.workers = [Worker() for _ in range(THREADS)]
+        self.threads = [ThreadPoolExecutor(1) for _ in range(THREADS)]
+        self.workers = [self.on(thread) for thread in self.threads]
         self.models = [Model() for _ in range(THREADS)]
         self.closed = set()
         self.all_owned = []
+
+    def on(self, thread):
+        return lambda function: thread.submit(function).result(timeout=30)
 
     def handle(self, scope):
         return scope.primary_context.handle if isinstance(scope, Device) else scope.handle
@@ -250,8 +226,8 @@ class Scopes(RuleBasedStateMachine):
         self.driver_agrees()
         for context in self.all_owned:
             context.close()
-        for worker in self.workers:
-            worker.stop()
+        for thread in self.threads:
+            thread.shutdown()
         self._use.__exit__(None, None, None)
 
 

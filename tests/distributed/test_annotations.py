@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import dask
 import dask.bag as db
@@ -32,19 +33,11 @@ da = pytest.importorskip("dask.array")
 @pytest.fixture(autouse=True)
 def installed() -> Iterator[None]:
     """The optimizers are part of the configuration for one test."""
-    before = {key: dask.config.config.pop(key) for key in list(_OPTIMIZERS) if _is_set(key)}
-    keep_annotations()
-    yield
-    for key in _OPTIMIZERS:
-        dask.config.config.pop(key, None)
-    dask.config.config.update(before)
-
-
-_OPTIMIZERS = ("array_optimize", "bag_optimize", "delayed_optimize")
-
-
-def _is_set(key: str) -> bool:
-    return key in dask.config.config
+    with mock.patch.dict(dask.config.config):
+        for key in ("array_optimize", "bag_optimize", "delayed_optimize"):
+            dask.config.config.pop(key, None)
+        keep_annotations()
+        yield
 
 
 def mark(block: Any, add: int = 0) -> Any:

@@ -80,18 +80,6 @@ def test_an_argument_that_is_no_option_is_refused(name: str, value: Any, said: s
         DevicePlugin(**given)
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"nvtx": True}, "has no option 'nvtx'. It is configuration"),
-        ({"rmm_pool_size": 0.5, "allocator": "cupy-async"}, "either allocator or RMM's settings"),
-    ],
-)
-def test_an_argument_that_is_none_of_a_cluster_is_refused(given: Any, said: str) -> None:
-    with pytest.raises(TypeError, match=said):
-        LocalDeviceCluster(**given)
-
-
 @pytest.mark.parametrize("name", ["pool_size", "pool-size", "rmm_pool_size"])
 def test_an_allocator_is_named_or_has_settings(name: str) -> None:
     assert DevicePlugin(allocator={name: 0.5}).rmm_pool_size == 0.5

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import re
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import pytest
 from distributed import Client
 
 from dask_devctx import (
-    DevicesInUseError,
     LocalDeviceCluster,
     SimulatedArray,
     VisibleDevicesError,
@@ -31,18 +29,6 @@ from tests.python import python
 def run_script(path: Path, text: str) -> subprocess.CompletedProcess[str]:
     path.write_text("from dask_devctx import LocalDeviceCluster\n" + text)
     return python(str(path))
-
-
-def test_a_notebook_cell_that_runs_twice(capfd):
-    one = {"n_workers": 1, "devices": [0], "dashboard_address": ":0"}
-    with LocalDeviceCluster(**one):
-        start = time.monotonic()
-        with pytest.raises(DevicesInUseError) as caught:
-            LocalDeviceCluster(**one)
-        assert time.monotonic() - start < 1
-    assert capfd.readouterr().err == "", "the exception has the text, and no worker was started"
-    assert "worker 0 of tcp" in str(caught.value)
-    assert "cluster.close(), or client.shutdown()" in str(caught.value)
 
 
 def _starts_a_process() -> None:

@@ -11,19 +11,6 @@ from dask_devctx.errors import DriverError
 ILLEGAL = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
 
 
-def test_what_is_cleared_works_again(machine):
-    with Device(0):
-        machine.faults.inject("cuMemAlloc", CUresult.CUDA_ERROR_OUT_OF_MEMORY, times=99)
-        machine.faults.poison(ILLEGAL)
-        with pytest.raises(DriverError, match="ILLEGAL_ADDRESS"):
-            Device(0).sync()
-        asked = machine.faults.calls["cuCtxSynchronize"]
-        machine.faults.clear()
-        Device(0).sync()
-        Device(0)._backend.calls.work.allocate(10)
-        assert machine.faults.calls["cuCtxSynchronize"] == asked + 1
-
-
 def test_a_device_that_fell_off_the_bus_copies_nothing(machine):
     calls = Device(0)._backend.calls
     with Device(0):

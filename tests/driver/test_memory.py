@@ -16,10 +16,9 @@ from pathlib import Path
 import pytest
 from cuda.bindings.driver import CUstreamCaptureMode
 
+from dask_devctx import Device
 from dask_devctx.driver.boxes import BOX_NBYTES, MOST
-from dask_devctx.driver.calls import Calls
 from dask_devctx.driver.relaxed import LEGACY_STREAM, PER_THREAD_STREAM
-from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DeviceMemoryError, DriverError
 
 SOME = bytes(range(256)) * 16
@@ -220,31 +219,25 @@ def test_the_default_stream_is_not_destroyed(calls):
         calls.work.stream_destroy(0)
 
 
-def test_a_copy_past_the_end_is_an_invalid_value():
+def test_a_copy_past_the_end_is_an_invalid_value(machine):
     """Only on simulated devices: a real one may have other memory there, or a whole page."""
-    calls = Calls(SimulatedMachine(1).driver)
-    calls.init()
-    calls.set_current(calls.primary_retain(0))
-    pointer = calls.work.allocate(100)
-    with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"):
-        calls.work.copy_to_host(pointer + 97, 4)
-    calls.set_current(0)
+    with Device(0) as device:
+        pointer = device._backend.calls.work.allocate(100)
+        with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"):
+            device._backend.calls.work.copy_to_host(pointer + 97, 4)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_contents_that_nobody_writes_take_no_host_memory():
+def test_contents_that_nobody_writes_take_no_host_memory(machine):
     def resident():
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
-    calls = Calls(SimulatedMachine(1).driver)
-    calls.init()
-    calls.set_current(calls.primary_retain(0))
-    before = resident()
-    pointers = [calls.work.allocate(4 * 2**30) for _ in range(4)]
-    calls.work.copy_from_host(pointers[2] + 2**31, b"a little")
-    assert calls.work.copy_to_host(pointers[2] + 2**31, 8) == b"a little"
-    assert resident() < before + 64 * 2**20
-    calls.set_current(0)
+    with Device(0) as device:
+        before, work = resident(), device._backend.calls.work
+        pointers = [work.allocate(4 * 2**30) for _ in range(3)]
+        work.copy_from_host(pointers[2] + 2**31, b"a little")
+        assert work.copy_to_host(pointers[2] + 2**31, 8) == b"a little"
+        assert resident() < before + 64 * 2**20
 
 
 @pytest.mark.parametrize("wrong", [b"", bytes(65)])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +19,7 @@ from dask_devctx import report
 from dask_devctx.cli import devctx
 from dask_devctx.errors import nbytes_text
 from dask_devctx.simulated_array import SimulatedArray
+from tests.distributed.commands import dask_command
 from tests.distributed.devices import nap, started
 
 
@@ -97,21 +96,9 @@ def test_the_largest_come_first(client: Client) -> None:
 
 
 def test_it_shows_the_state_live_until_ctrl_c(client: Client) -> None:
-    command = [sys.executable, "-m", "dask", "devctx", "top", address_of(client)]
-    shown = subprocess.Popen(
-        [*command, "--interval", "0.2"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    seen = ""
-    timer = threading.Timer(60, shown.kill)
-    timer.start()
-    while seen.count("cuda:3") < 3:
-        line = shown.stdout.readline()
-        assert line, shown.communicate()[1]
-        seen += line
-    shown.send_signal(signal.SIGINT)
-    _, errors = shown.communicate()
-    timer.cancel()
-    assert (shown.returncode, errors) == (0, "")
+    with dask_command("devctx", "top", address_of(client), "--interval", "0.2") as shown:
+        poll_for(lambda: shown.said.count("cuda:3") >= 3, timeout=60)
+        shown.process.send_signal(signal.SIGINT)
+        assert shown.ends() == 0, shown.said
+    *_, last = filter(None, shown.said.splitlines())
+    assert last.startswith("cuda:")

@@ -90,6 +90,8 @@ def test_numbers_count_as_the_variable_does(monkeypatch: pytest.MonkeyPatch) -> 
         ({"rmm_pool_sizes": 1}, TypeError, r"Did you mean rmm_pool_size\?"),
         ({"death_timeouts": 1}, TypeError, r"Did you mean death_timeout\?"),
         ({"devices": [9]}, DeviceNotFoundError, "no device 9"),
+        ({"nvtx": True}, TypeError, "has no option 'nvtx'. It is configuration"),
+        ({"rmm_pool_size": 0.5, "allocator": "cupy-async"}, TypeError, "either allocator or RMM"),
         (
             {"n_workers": 5},
             ValueError,

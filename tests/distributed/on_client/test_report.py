@@ -280,7 +280,9 @@ def add_up(x: SimulatedArray) -> float:
 
 
 @gen_test(timeout=60)
-async def test_values_that_ucx_carries_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_values_that_ucx_carries_are_counted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(backends, "ucxx", _Backend())
     async with (
         Scheduler(protocol="ucxx", port=0, dashboard_address=":0") as scheduler,
@@ -296,3 +298,4 @@ async def test_values_that_ucx_carries_are_counted(monkeypatch: pytest.MonkeyPat
         (row,) = [row for row in (await report(client)).transfers if row.source == Device(0).uuid]
         assert (row.transport, row.nbytes, row.copies, row.reason) == ("ucx", 8000, 1, None)
         assert "moved by ucx: 7.8 KiB in 1 value" in str(await report(client))
+        assert (await timeline(client, tmp_path / "all.json")).tasks == 2

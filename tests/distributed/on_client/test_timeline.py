@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections import defaultdict
@@ -15,7 +14,6 @@ from distributed import Client, wait
 from distributed.utils_test import poll_for
 
 from dask_devctx import (
-    LocalDeviceCluster,
     report,
     timeline,
 )
@@ -95,21 +93,6 @@ def test_lost_rows_are_told(tmp_path: Path) -> None:
     assert (made.tasks, made.lost, content["otherData"]["lost_rows"]) == (4, 6, 6)
     (said,) = [e for e in content["traceEvents"] if e["ph"] == "i" and e["s"] == "g"]
     assert (said["name"], said["args"]) == ("6 earlier rows are lost", {"rows": 6})
-
-
-def test_an_asynchronous_client_awaits_it(tmp_path: Path) -> None:
-    async def body() -> None:
-        async with (
-            LocalDeviceCluster(
-                n_workers=1, processes=False, dashboard_address=":0", asynchronous=True
-            ) as cluster,
-            Client(cluster, asynchronous=True) as client,
-        ):
-            await client.submit(nap, 0, key="nap-1")
-            made = await timeline(client, tmp_path / "all.json")
-            assert made.tasks == 1
-
-    asyncio.run(body())
 
 
 def test_values_between_workers_and_the_host() -> None:
