@@ -117,18 +117,22 @@ def exported_twice_it_is_one(kind):
         calls = calls_of(kind)
         pointer = calls.work.ipc_open(peer.handle)
         assert calls.work.ipc_open(again) == pointer
+        assert refusal(calls.work.free, pointer) == "INVALID_VALUE"
+        assert refusal(calls.work.ipc_export, pointer) == "INVALID_VALUE"
         calls.work.ipc_close(pointer)
         assert calls.work.copy_to_host(pointer, 8) == b"exported"  # open as often as it was opened
         calls.work.ipc_close(pointer)
         assert refusal(calls.work.ipc_close, pointer) == "INVALID_VALUE"
 
 
-def the_exporter_itself_opens_nothing(kind):
+def what_is_refused_without_another_process(kind):
     # https://github.com/openucx/ucx/pull/11603: "invalid device context"
     calls = calls_of(kind)
     pointer = calls.work.allocate(4 * 2**20)
     assert refusal(calls.work.ipc_open, calls.work.ipc_export(pointer)) == "INVALID_CONTEXT"
     calls.work.copy_from_host(pointer, b"works on")
+    assert refusal(calls.work.ipc_close, pointer) == "INVALID_VALUE"
+    assert refusal(calls.work.ipc_open, bytes(64)) == "INVALID_VALUE"
 
 
 def a_freed_export(kind):
@@ -162,25 +166,6 @@ def an_exporter_that_is_killed_while_it_is_read(kind):
         assert calls.work.copy_to_host(target, 8) == b"exported"
         calls.work.ipc_close(pointer)
         calls.synchronize()
-
-
-def what_is_no_handle(kind):
-    calls = calls_of(kind)
-    assert refusal(calls.work.ipc_open, bytes(64)) == "INVALID_VALUE"
-
-
-def what_was_opened_is_neither_freed_nor_exported(kind):
-    with Peer(kind) as peer:
-        calls = calls_of(kind)
-        pointer = calls.work.ipc_open(peer.handle)
-        assert refusal(calls.work.free, pointer) == "INVALID_VALUE"
-        assert refusal(calls.work.ipc_export, pointer) == "INVALID_VALUE"
-        calls.work.ipc_close(pointer)
-
-
-def what_was_allocated_is_not_closed(kind):
-    calls = calls_of(kind)
-    assert refusal(calls.work.ipc_close, calls.work.allocate(4 * 2**20)) == "INVALID_VALUE"
 
 
 def one_context_of_a_device_opens_a_processs_memory(kind):

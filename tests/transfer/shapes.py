@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
+from dask_devctx import Device
 from dask_devctx.simulated_array import SimulatedArray
 from dask_devctx.transfer import walk
+
+
+def array(device: int, n: int = 4) -> SimulatedArray:
+    """Return the first numbers, on a device."""
+    with Device(device):
+        return SimulatedArray.asarray(np.arange(n, dtype=float))
 
 
 def shape_of(root: Any, *, devices: bool = False) -> list[Any]:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from dask_devctx import Device
-from dask_devctx.simulated_array import SimulatedArray
 from dask_devctx.transfer import device_of, nbytes_by_device, to_device
 from tests.transfer.hostile import object_array
+from tests.transfer.shapes import array
 
 pytestmark = pytest.mark.usefixtures("machine")
 
@@ -24,11 +24,6 @@ class Tensor:
 
 device_of.register(Tensor, lambda tensor: tensor.device)
 to_device.register(Tensor, lambda tensor, device: Tensor(device))
-
-
-def array(device, n=4):
-    with Device(device):
-        return SimulatedArray.asarray(np.arange(n, dtype=float))
 
 
 @pytest.mark.parametrize(

@@ -9,21 +9,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 
 from dask_devctx import Device
-from dask_devctx.simulated_array import SimulatedArray
 from dask_devctx.transfer import device_of, location, nbytes_by_device, rebuild, to_device
 from tests.transfer.hostile import ByReduce, Thing
+from tests.transfer.shapes import array
 
 pytestmark = pytest.mark.usefixtures("machine")
-
-
-def array(device: int, n: int = 1) -> SimulatedArray:
-    with Device(device):
-        return SimulatedArray.asarray(np.arange(n, dtype=float))
 
 
 def nested(depth: int, inner: Any) -> Any:
@@ -126,7 +120,7 @@ def test_an_array_is_found_wherever_it_hides(around: Callable[[Any], Any]) -> No
 
 def test_what_is_estimated_is_about_right() -> None:
     x = array(1, 100)
-    for value, nbytes in (([x] * 5_000, 800), ([array(1) for _ in range(5_000)], 40_000)):
+    for value, nbytes in (([x] * 5_000, 800), ([array(1, 1) for _ in range(5_000)], 40_000)):
         places, complete = nbytes_by_device.estimated(value)
         assert not complete
         assert places[Device(1)] == pytest.approx(nbytes, rel=0.2)

@@ -14,7 +14,6 @@ from dask_devctx import Device, DeviceNotFoundError
 from dask_devctx.driver.simulated import SimulatedMachine
 from tests.distributed.commands import Command, dask_command
 from tests.distributed.devices import workers_of
-from tests.python import python
 
 WORKER = ("worker", "--no-dashboard", "--nthreads", "4", "--preload", "dask_devctx")
 
@@ -41,14 +40,6 @@ def address() -> Iterator[str]:
         *("--preload", "dask_devctx"),
     ) as scheduler:
         yield address_of(scheduler)
-
-
-def test_importing_the_package_imports_no_dask() -> None:
-    source = (
-        "import sys, dask_devctx; assert not {'dask', 'distributed'} & sys.modules.keys();"
-        "dask_devctx.dask_setup; assert 'distributed' in sys.modules"
-    )
-    python("-c", source)
 
 
 def test_without_a_visible_device_the_error_has_the_variable(address: str) -> None:
