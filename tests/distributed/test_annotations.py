@@ -132,16 +132,13 @@ def _build(layers: list[Any], log: list[Any]) -> tuple[HighLevelGraph, dict[Any,
     return HighLevelGraph(built, dependencies), expected
 
 
-def _order(tasks: Any) -> list[Any]:
-    return toposort(tasks, dependencies={k: set(t.dependencies) for k, t in tasks.items()})
-
-
-def _execute(graph: Any) -> dict[Any, Any]:
+def _execute(graph: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each key and its result."""
     tasks = dict(graph)
     results: dict[Any, Any] = {}
-    for key in _order(tasks):
+    for key in toposort(tasks, dependencies={k: set(t.dependencies) for k, t in tasks.items()}):
         results[key] = tasks[key]({dep: results[dep] for dep in tasks[key].dependencies})
-    return results
+        yield key, results[key]
 
 
 @pytest.mark.parametrize("optimize", [optimize_array, optimize_bag, optimize_delayed])
@@ -150,7 +147,7 @@ def test_each_task_keeps_its_annotation(optimize: Callable[..., Any], case: Any)
     layers, wanted = case
     log: list[Any] = []
     graph, expected = _build(layers, log)
-    plain = _execute(graph)
+    plain = dict(_execute(graph))
     assume(any("device" in (layer.annotations or ()) for layer in graph.layers.values()))
     optimized = optimize(graph, list(wanted))
     optimized.validate()
@@ -159,12 +156,11 @@ def test_each_task_keeps_its_annotation(optimize: Callable[..., Any], case: Any)
         by_key = (layer.annotations or {}).get("device", {}.get)
         annotation_of.update({key: by_key(key) or 0 for key in layer})
         annotation_of.update({key: "absent" for key in layer if by_key(key) is None})
-    tasks = dict(optimized)
     results: dict[Any, Any] = {}
-    for key in _order(tasks):
-        log.clear()
-        results[key] = tasks[key]({dep: results[dep] for dep in tasks[key].dependencies})
+    log.clear()
+    for key, results[key] in _execute(optimized):
         assert {expected[tag] for tag in log} <= {annotation_of[key]}
+        log.clear()
     assert {key: results[key] for key in wanted} == {key: plain[key] for key in wanted}
 
 

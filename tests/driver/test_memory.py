@@ -89,7 +89,7 @@ def test_copies_of_rows_at_a_pitch(calls, pointer, stream, how):
 
 
 @pytest.mark.parametrize("unit", [1, 4, 16])
-def test_many_boxes_in_a_few_launches(calls, unit):
+def test_many_boxes_in_a_few_launches(calls, stream, unit):
     """Of rows of whole units of 1, 4 or 16 bytes, in columns that change places."""
     n, rows = 2 * MOST + 5, 40
     widths = [unit * (1 + i * 7 % 300) for i in range(n)]
@@ -103,7 +103,6 @@ def test_many_boxes_in_a_few_launches(calls, unit):
         shape = (width, rows, 1)
         boxes += box(source + end - width, target + pitch - end, (pitch, pitch), rows, shape)
     boxes += array("Q", bytes(MOST * BOX_NBYTES))
-    stream = calls.work.stream_create()
     calls.work.boxes.copy_here(boxes.buffer_info()[0], n, (max(widths), rows), stream)
     calls.work.stream_synchronize(stream)
     found = calls.work.copy_to_host(target, rows * pitch)
@@ -113,7 +112,6 @@ def test_many_boxes_in_a_few_launches(calls, unit):
         assert found[row * pitch : (row + 1) * pitch] == b"".join(reversed(pieces))
     for pointer in (source, target):
         calls.work.free(pointer)
-    calls.work.stream_destroy(stream)
 
 
 def test_the_kernel_is_of_its_source():

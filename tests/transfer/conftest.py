@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from dask_devctx import Device, SimulatedArray
@@ -19,7 +20,7 @@ def simulation() -> str:
 @pytest.fixture
 def x(machine: SimulatedMachine) -> Iterator[SimulatedArray]:
     with Device(0):
-        array = SimulatedArray.asarray([1.0, 2.0])
+        array = SimulatedArray.asarray(np.asfortranarray(np.arange(6.0).reshape(2, 3)))
     yield array
     machine.faults.clear()
     assert release_held() == 0, "something is still held"

@@ -26,15 +26,6 @@ from tests.python import python
 NOT_READY = cuda.CUresult.CUDA_ERROR_NOT_READY
 
 
-@pytest.fixture
-def x(machine):
-    with Device(0):
-        array = SimulatedArray.asarray(np.asfortranarray(np.arange(6.0).reshape(2, 3)))
-    yield array
-    machine.faults.clear()
-    assert release_held() == 0, "something is still held"
-
-
 def test_whether_it_is_done_is_asked_until_it_is(machine, x):
     made = stamp(x)
     machine.faults.inject("cuEventQuery", NOT_READY, times=2)

@@ -15,6 +15,7 @@ from dask_devctx.transfer import Stamp, events, hold, release_held, stamp
 from dask_devctx.transfer.ipc import lanes
 from tests.conftest import simulation  # noqa: F401  # both
 from tests.transfer.order import Order
+from tests.transfer.shapes import array
 
 
 @pytest.fixture
@@ -161,11 +162,6 @@ def test_what_is_held_lives_until_its_work_is_done(
 # -- a user's ``__del__`` that copies an array: the garbage collector may call it at any moment
 
 
-def array(device: int) -> SimulatedArray:
-    with Device(device):
-        return SimulatedArray.asarray([float(device)] * 1000)
-
-
 @pytest.mark.parametrize("function", ["cuEventQuery", "cuCtxEnablePeerAccess"])
 def test_a_copy_during_another_one_waits_for_no_lock(
     machine: SimulatedMachine, function: str
@@ -177,7 +173,7 @@ def test_a_copy_during_another_one_waits_for_no_lock(
         nonlocal begun
         if not begun:
             begun = True
-            moved.append(to_device(array(2), 3))
+            moved.append(to_device(array(2, 3), 3))
             held = array(2)
             after = stamp(held)
             assert after is not None
@@ -186,7 +182,7 @@ def test_a_copy_during_another_one_waits_for_no_lock(
         return False
 
     def move() -> None:
-        made = array(0)
+        made = array(0, 1)
         after = stamp(made)
         assert after is not None
         hold(after, made)
