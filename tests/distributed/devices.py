@@ -11,12 +11,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import dask
-from distributed import Client, LocalCluster, Worker
+from cuda.bindings.driver import CUresult
+from distributed import Client, Event, LocalCluster, Worker
 from distributed.utils_test import gen_cluster
 
 from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, SimulatedArray, driver
 from dask_devctx.config.checks import key_of
 from dask_devctx.config.options import SETTINGS, fold_rmm
+from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.worker.leases.lease import Lease
 
 
@@ -49,6 +51,20 @@ def nap(seconds: float, *_: object) -> SimulatedArray:
 
 def fail() -> None:
     raise ZeroDivisionError
+
+
+def blocks(name: str) -> int | None:
+    Event(f"{name}-started").set()
+    Event("go-on").wait()
+    return here()
+
+
+def work_is_pending(machine: SimulatedMachine) -> list[bool]:
+    """Let no event be reached until the list's one item is set to False."""
+    pending = [True]
+    status = CUresult.CUDA_ERROR_NOT_READY
+    machine.faults.inject("cuEventQuery", status, times=10**6, when=lambda event: pending[0])
+    return pending
 
 
 def current_context() -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,10 +39,10 @@ def first_device(dask_worker: Worker) -> int:
 
 
 def transfers(dask_worker: Worker) -> dict[str, int]:
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for row in dask_worker.metrics["devctx-traffic"](dask_worker):
-        found[row["transport"]] = found.get(row["transport"], 0) + row["copies"]
-    return found
+        found[row["transport"]] += row["copies"]
+    return dict(found)
 
 
 def staged(dask_worker: Worker) -> int:
@@ -55,11 +55,10 @@ def nothing_staged(client: Client, within_s: float = 20.0) -> bool:
 
 
 def ways(client: Client) -> dict[str, int]:
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for counted in client.run(transfers).values():
-        for way, copies in counted.items():
-            found[way] = found.get(way, 0) + copies
-    return found
+        found.update(counted)
+    return dict(found)
 
 
 def send(client: Client, value: Any, function: Any, workers: list[str], timeout: float = 30) -> Any:
@@ -89,20 +88,10 @@ def last(value: SimulatedArray) -> tuple[float, bool]:
 # -- what goes wrong in a worker's process
 
 
-def pause(function: str, seconds: float, times: int = 1, nbytes: int = 0) -> None:
-    """Let the next calls of a driver function take long."""
-
-    def wait_first(*args: Any) -> bool:
-        if nbytes and nbytes not in args:
-            return False
-        nonlocal times
-        if times:
-            times -= 1
-            os.environ["PAUSED"] = function
-            time.sleep(seconds)
-        return False
-
-    faults().inject(function, None, times=10**9, when=wait_first)
+def is_away(key: str, dask_worker: Worker) -> bool:
+    """Whether a value has left its device for host memory."""
+    data: Any = dask_worker.data
+    return bool(data.peek(key).is_away)
 
 
 def paused() -> str | None:
@@ -149,14 +138,8 @@ def faults() -> Any:
     return driver.backend().machine.faults
 
 
-def kill_when_paused(client: Client, worker: str, pid: int) -> None:
-    """Kill a process once a worker is in the middle of a call that :func:`pause` made long."""
-    when_paused(client, worker)
-    os.kill(pid, signal.SIGKILL)
-
-
 def when_paused(client: Client, worker: str, timeout_s: float = 20.0) -> None:
-    """Wait until a worker is in a call that :func:`pause` or :func:`hold` made long."""
+    """Wait until a worker is in a call that :func:`hold` made long."""
     assert until(lambda: client.run(paused, workers=[worker])[worker], timeout_s), "never called"
 
 
@@ -172,16 +155,16 @@ def until(condition: Callable[[], Any], within_s: float) -> bool:
 _held: list[threading.Event] = []
 
 
-def hold(function: str, nbytes: int = 0) -> None:
+def hold(function: str, seconds: float = 20.0) -> None:
     """Let the next call of a driver function wait for :func:`go_on`; not for long."""
     go_on, first = threading.Event(), threading.Lock()
     os.environ.pop("PAUSED", None)
     _held.append(go_on)
 
     def wait_first(*args: Any) -> bool:
-        if (not nbytes or nbytes in args) and first.acquire(blocking=False):
+        if first.acquire(blocking=False):
             os.environ["PAUSED"] = function
-            if not go_on.wait(20):
+            if not go_on.wait(seconds):
                 _held.clear()
         return False
 
@@ -200,13 +183,9 @@ def go_on() -> bool:
 kept: list[Any] = []  # by functions that run on workers
 
 
-def staging(dask_worker: Worker) -> Any:
-    (found,) = dask_worker.plugins["devctx"].extension.peers.stagings.values()
-    return found
-
-
 def staging_nbytes(dask_worker: Worker) -> int:
-    return int(staging(dask_worker).nbytes)
+    (found,) = dask_worker.plugins["devctx"].extension.peers.stagings.values()
+    return int(found.nbytes)
 
 
 async def given_back(dask_worker: Worker) -> int:

@@ -35,6 +35,7 @@ from dask_devctx.worker.run import DeviceRun as DeviceTask
 from tests.distributed.changes import changes_of
 from tests.distributed.devices import (
     acquire,
+    blocks,
     current_context,
     device_threads,
     here,
@@ -51,12 +52,6 @@ def state_of(worker: Worker) -> Any:
         type(worker.state.actors),
         {key: (type(ts.run_spec), ts.annotations) for key, ts in worker.state.tasks.items()},
     )
-
-
-def blocks(name: str) -> int | None:
-    Event(f"{name}-started").set()
-    Event("go-on").wait()
-    return here()
 
 
 def blocks_in_a_client(name: str) -> tuple[int | None, str, int | None]:

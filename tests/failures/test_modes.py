@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import re
 from typing import Any
 
 import dask
@@ -71,33 +72,25 @@ def reset() -> None:
     machine.faults.inject("cuMemFree", CUresult.CUDA_ERROR_CONTEXT_IS_DESTROYED)  # the probe
 
 
-def test_a_task_that_resets_its_device_ends_its_worker() -> None:
-    with (
-        started(n_workers=1, processes=True) as client,
-        dask.annotate(device=1),
-    ):
-        error = client.submit(reset).exception(timeout=30)
+def lose() -> None:
+    driver.backend().machine.gpus[1].lost = True
+
+
+@pytest.mark.parametrize(
+    ("breaks", "lost", "said"),
+    [
+        (reset, False, r"cudaDeviceReset\(\) and numba\.cuda\.close\(\)"),
+        pytest.param(lose, True, "fell off the bus", marks=pytest.mark.long),
+    ],
+)
+def test_a_task_that_loses_its_device_ends_its_worker(breaks: Any, lost: bool, said: str) -> None:
+    with started(n_workers=1, processes=True) as client, dask.annotate(device=1):
+        error = client.submit(breaks).exception(timeout=30)
         assert isinstance(error, DeviceFailedError)
-        assert "cudaDeviceReset() and numba.cuda.close()" in str(error)
+        assert (error.device, error.lost) == ("cuda:1", lost)
+        assert re.search(said, str(error))
         assert "compute-sanitizer" not in str(error)
         assert client.submit(int, pure=False).result(timeout=30) == 0
-
-
-def lose(which: int) -> None:
-    machine = driver.backend().machine
-    machine.gpus[which].lost = True
-
-
-@pytest.mark.long
-def test_a_gpu_that_falls_off_the_bus_ends_its_worker() -> None:
-    with started(n_workers=1, processes=True) as client:
-        with dask.annotate(device=1):
-            error = client.submit(lose, 1).exception(timeout=30)
-        assert isinstance(error, DeviceFailedError)
-        assert error.lost
-        assert (error.device, error.code) == ("cuda:1", 999)
-        assert "fell off the bus" in str(error)
-        assert client.submit(sum, [1, 2]).result(timeout=30) == 3
 
 
 def test_nvml_that_dies_later_is_not_missed(machine: SimulatedMachine) -> None:
@@ -138,9 +131,6 @@ def test_a_driver_older_than_the_bindings(machine: SimulatedMachine) -> None:
         assert "cuda-bindings" in caught.value.remedy
 
 
-# -- a task that leaves a context current is seen and counted; a failed one leaves no arrays
-
-
 def leave(which: int) -> None:
     Device(which).set_current()
 
@@ -151,7 +141,9 @@ async def leave_in_a_coroutine(which: int) -> int | None:
     return here()
 
 
-def test_it_is_counted_and_warned_of_once(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_context_that_is_left_current_is_counted_warned_of_once_and_gone(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "dask_devctx"), dask.annotate(device=1):
         futures = [client.submit(leave, 2, pure=False) for _ in range(5)]
         client.gather(futures)
@@ -162,9 +154,6 @@ def test_it_is_counted_and_warned_of_once(client: Client, caplog: pytest.LogCapt
     warned = [r for r in caplog.records if "did not restore" in r.getMessage()]
     assert len(warned) == 1
     assert any(future.key in warned[0].getMessage() for future in futures)
-
-
-def test_a_coroutine_gets_its_own_device_back_at_each_resume(client: Client) -> None:
     with dask.annotate(device=1):
         assert client.submit(leave_in_a_coroutine, 2).result() == 1
         assert client.submit(here, pure=False).result() == 1
@@ -206,9 +195,6 @@ def test_a_failed_tasks_arrays_are_free_before_garbage_is_collected(
         poll_for(lambda: not any(gpu.used_memory for gpu in machine.gpus), timeout=5)
     finally:
         gc.enable()
-
-
-# -- the plugin adds no port, and no way in but messages about devices, their memory and tasks
 
 
 def open_to_others(cluster: LocalCluster) -> list[set[Any]]:

@@ -1,19 +1,16 @@
-"""One worker's end in the middle of a transfer costs that worker alone.
-
-Each step of a transfer is made long, and the worker on one side of it is killed, or its device
-fails, while it is under way.
-"""
+"""One worker's end, or its device's, in the middle of a transfer costs that worker alone."""
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import dask
 import pytest
-from distributed import Client, Worker, wait
+from distributed import Client, wait
 
 from dask_devctx import driver
 from dask_devctx.driver.simulated import SimulatedMachine
@@ -34,10 +31,6 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 def _four_mb(mark: float) -> Any:
     return peers.array(500_000, mark)
-
-
-def _pid(dask_worker: Worker) -> int:
-    return os.getpid()
 
 
 def _total(*values: Any) -> float:
@@ -64,18 +57,18 @@ _STEPS = [
 @pytest.mark.parametrize("how", ["is killed", "has a device that fails"])
 def test_a_worker_in_the_middle(where: int, function: str, hit: int, how: str) -> None:
     with peers.cluster(3) as (client, workers):
-        pids = client.run(_pid)
+        pids = client.run(os.getpid)
         # Both know each other, and a larger buffer is to come.
         assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
         there = {"allow_other_workers": True, "pure": False}
         made = client.submit(_four_mb, 2.0, workers=workers[:1], **there)
         wait(made, timeout=30)
-        client.run(peers.pause, function, 2.0, workers=[workers[where]])
+        client.run(peers.hold, function, 2.0, workers=[workers[where]])
         use = client.submit(_total, made, workers=workers[1:2], **there)
+        peers.when_paused(client, workers[where])
         if how == "is killed":
-            peers.kill_when_paused(client, workers[where], pids[workers[hit]])
+            os.kill(pids[workers[hit]], signal.SIGKILL)
         else:
-            peers.when_paused(client, workers[where])
             client.run(peers.poison, workers=[workers[hit]], on_error="ignore")
         assert use.result(timeout=60) == 1_000_000.0
         _all_is_well(client, workers[1 - hit], workers[2])
@@ -90,8 +83,8 @@ def test_a_device_fails_while_a_value_arrives_through_the_host() -> None:
         client.run(peers.fail_for_good, "cuMemAlloc", 700, workers=workers[1:])
         use = client.submit(_total, made, workers=workers[1:], **there)
         assert use.result(timeout=60) == 1_000_000.0
-        assert workers[0] in client.run(_pid, on_error="ignore")
-        assert workers[1] not in client.run(_pid, on_error="ignore")
+        assert workers[0] in client.run(os.getpid, on_error="ignore")
+        assert workers[1] not in client.run(os.getpid, on_error="ignore")
 
 
 def test_a_device_fails_while_a_value_comes_back_for_a_task_without_a_device() -> None:
@@ -100,27 +93,18 @@ def test_a_device_fails_while_a_value_comes_back_for_a_task_without_a_device() -
         made = client.map(_four_mb, [1.0, 2.0], **there)
         wait(made, timeout=30)
         here, key = workers[:1], made[0].key
-        assert peers.until(lambda: client.run(_is_away, key, workers=here)[here[0]], 20)
+        assert peers.until(lambda: client.run(peers.is_away, key, workers=here)[here[0]], 20)
         client.run(peers.fail_for_good, "cuMemAlloc", 700, workers=workers[:1])
         with dask.annotate(device="none"):
-            use = client.submit(_total_on_host, made[0], **there)
-        assert use.result(timeout=60) == 500_000.0
-        assert workers[0] not in client.run(_pid, on_error="ignore")
-        assert workers[1] in client.run(_pid, on_error="ignore")
-
-
-def _is_away(key: str, dask_worker: Worker) -> bool:
-    """Whether a value has left its device for host memory."""
-    return bool(dask_worker.data.peek(key).is_away)
-
-
-def _total_on_host(value: Any) -> float:
-    return float(value.get().sum())
+            use = client.submit(peers.last_on_the_host, made[0], **there)
+        assert use.result(timeout=60) == 1.0
+        assert workers[0] not in client.run(os.getpid, on_error="ignore")
+        assert workers[1] in client.run(os.getpid, on_error="ignore")
 
 
 def _all_is_well(client: Client, survivor: str, other: str) -> None:
     """Assert that those who were not to fail are there, send, and hold no staging memory."""
-    assert {survivor, other} <= set(client.run(_pid, on_error="ignore"))
+    assert {survivor, other} <= set(client.run(os.getpid, on_error="ignore"))
     assert peers.send(client, peers.array, peers.last, [survivor, other]) == (1.0, True)
     assert peers.send(client, peers.array, peers.last, [other, survivor]) == (1.0, True)
     assert peers.nothing_staged(client)

@@ -14,7 +14,7 @@ from distributed import Client, get_client
 from distributed.utils_test import async_poll_for
 
 from dask_devctx import Device, DeviceNotFoundError, DevicePlugin, SimulatedArray, on_device
-from tests.distributed.devices import here, on_cluster, with_plugin, worker_with
+from tests.distributed.devices import here, on_cluster, with_plugin
 
 
 def slow_where(number: int) -> tuple[int | None, str]:
@@ -53,21 +53,6 @@ async def test_torchs_word_for_its_own_device(client: Any, name: str) -> None:
         annotated = client.map(here, range(32), pure=False)
     carried = client.map(on_device(name)(here), range(32), pure=False)
     assert set(await client.gather(annotated)) == set(await client.gather(carried)) == {0, 1, 2, 3}
-
-
-@on_cluster(16, 16)
-async def test_it_is_led_to_the_worker_that_has_the_device(
-    client: Any, scheduler: Any, *workers: Any
-) -> None:
-    await client.register_plugin(DevicePlugin(devices_per_worker=2))
-    for ordinal in range(4):
-        carried = client.map(on_device(ordinal)(here), range(6), pure=False)
-        assert await client.gather(carried) == [ordinal] * 6
-        (has_it,) = {
-            ts.processing_on or next(iter(ts.who_has))
-            for ts in map(scheduler.tasks.__getitem__, (future.key for future in carried))
-        }
-        assert has_it.address == worker_with(workers, ordinal).address
 
 
 @with_plugin(16)

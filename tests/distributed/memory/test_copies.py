@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import dask
 import numpy as np
 import pytest
-from cuda.bindings import driver as cuda
 
 from dask_devctx import Device, DevicePlugin
 from dask_devctx.driver.simulated import SimulatedMachine
@@ -22,6 +19,7 @@ from dask_devctx.transfer.traffic import TrafficCounts
 from dask_devctx.worker.values.accounting import limit_nbytes
 from dask_devctx.worker.values.copies import Copies
 from dask_devctx.worker.values.value import Value
+from tests.distributed.devices import work_is_pending
 
 
 def array(device: int = 0, n: int = 1000) -> SimulatedArray:
@@ -35,12 +33,6 @@ def value(whole: Any) -> Value:
 
 def get(copies: Copies, one: Value, device: int) -> Any:
     return copies.get(one, one.value, Device(device))
-
-
-def traffic(copies: Copies, source: int = 0, destination: int = 1) -> Any:
-    ends = Device(source).uuid, Device(destination).uuid
-    (row,) = [r for r in copies.counts.rows() if (r["source"], r["destination"]) == ends]
-    return SimpleNamespace(**row)
 
 
 @pytest.fixture
@@ -58,39 +50,6 @@ def used(machine: SimulatedMachine, device: int) -> int:
     return machine.gpus[device].used_memory
 
 
-def pending_events(machine: SimulatedMachine) -> list[bool]:
-    """Let no event be reached while the list's one item is True."""
-    pending = [False]
-    machine.faults.inject(
-        "cuEventQuery",
-        cuda.CUresult.CUDA_ERROR_NOT_READY,
-        times=99,
-        when=lambda event: pending[0],
-    )
-    return pending
-
-
-def test_copied_once_when_many_ask_at_once(machine: SimulatedMachine, copies: Copies) -> None:
-    x, go = value(array()), threading.Barrier(8)
-    slow = threading.Event()
-
-    def hold_up(*args: Any) -> bool:
-        slow.wait(0.2)
-        return False
-
-    machine.faults.inject("cuMemAlloc", None, when=hold_up)
-
-    def ask() -> Any:
-        go.wait()
-        return get(copies, x, 1)
-
-    with ThreadPoolExecutor(8) as pool:
-        got = {id(future.result()) for future in [pool.submit(ask) for _ in range(8)]}
-    assert len(got) == 1
-    assert used(machine, 1) == 8000
-    assert (traffic(copies).copies, traffic(copies).saved) == (1, 7)
-
-
 def test_the_one_not_used_for_longest_goes_first(machine: SimulatedMachine) -> None:
     machine.gpus[1].total_memory = 40_000
     copies = Copies(0.5, TrafficCounts())
@@ -102,16 +61,16 @@ def test_the_one_not_used_for_longest_goes_first(machine: SimulatedMachine) -> N
     copies.close()
 
 
-@pytest.mark.parametrize("dropped", ["later", "before", "and made again"])
+@pytest.mark.parametrize("dropped", ["before", "and made again"])
 def test_what_is_still_read_outlives_its_being_dropped(
     machine: SimulatedMachine, copies: Copies, dropped: str
 ) -> None:
     """A task's copy is dropped while the task runs or reads, and perhaps made again for another."""
-    pending = pending_events(machine)
+    pending = work_is_pending(machine)
+    pending[0] = False
     x = value(array())
     moved = get(copies, x, 1)
-    if dropped != "later":
-        assert copies.drop(Device(1)) == 8000
+    assert copies.drop(Device(1)) == 8000
     if dropped == "and made again":
         get(copies, x, 1)
     reading = stamp(moved)
@@ -120,8 +79,6 @@ def test_what_is_still_read_outlives_its_being_dropped(
     pending[0] = True
     copies.used([(x, moved)], Device(1), reading)
     del moved
-    if dropped == "later":
-        copies.forget(x)
     kept = 8000 if dropped == "and made again" else 0
     assert used(machine, 1) == 8000 + kept
     pending[0] = False
@@ -137,16 +94,12 @@ def test_this_thread_waits_for_what_is_not_done(
     if there == "a copy":
         get(copies, x, 1)
     x.stamp = Stamp.of_devices([Device(0)])
-    pending = pending_events(machine)
-    pending[0] = not done
+    work_is_pending(machine)[0] = not done
     before = machine.faults.calls["cuStreamWaitEvent"]
     with Device(0), ThreadPoolExecutor(1) as pool:
         pool.submit(get, copies, x, 1 if there == "a copy" else 0).result()
     waited = machine.faults.calls["cuStreamWaitEvent"] - before
     assert (waited > 0) is not done
-
-
-# -- the limit
 
 
 GIB = 2**30

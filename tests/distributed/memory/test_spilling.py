@@ -14,7 +14,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster, Worker, futures_of, wait
+from distributed import Client, LocalCluster, futures_of, wait
 
 from dask_devctx import Device, DevicePlugin, SimulatedArray, driver, report
 from dask_devctx.driver.simulated import SimulatedMachine
@@ -80,8 +80,9 @@ N, CHUNK = 1024, 64  # 8 MiB in chunks of 32 KiB
 
 def test_through_the_disk(tmp_path: Any) -> None:
     with (
-        dask.config.set({"distributed.worker.memory.spill": False}),
-        dask.config.set({"distributed.worker.memory.pause": False}),
+        dask.config.set(
+            {f"distributed.worker.memory.{what}": False for what in ("spill", "pause")}
+        ),
         threads(memory_limit="4 MiB", local_directory=str(tmp_path)) as client,
     ):
         x = array(N, CHUNK).persist()
@@ -117,9 +118,6 @@ def totals(client: Client, futures: list[Any]) -> Any:
     return client.gather(client.map(lambda x: int(x.sum()), futures, pure=False))
 
 
-# -- nobody sees the stand-in
-
-
 def test_every_reader_gets_the_value() -> None:
     with threads() as client:
         x = array(N, CHUNK).persist()
@@ -140,9 +138,6 @@ def test_every_reader_gets_the_value() -> None:
         assert kinds_here == {"SimulatedArray"}
 
 
-# -- values that share memory
-
-
 def test_views_of_one_value_come_back_sharing_and_those_of_others_alone() -> None:
     with threads(1 * MIB, 1) as client:
         both = client.submit(lambda: (lambda x: [x, x[::2], {"x": x}])(full(3)), pure=False)
@@ -151,18 +146,12 @@ def test_views_of_one_value_come_back_sharing_and_those_of_others_alone() -> Non
         wait([both, alone, view])
         fill = client.map(full, range(10))
         wait(fill)
-        assert client.run(are_away, [both.key, alone.key, view.key]) == dict.fromkeys(
-            client.run(are_away, []), [True] * 3
-        )
+        for one in (both, alone, view):
+            assert all(client.run(peers.is_away, one.key).values())
         assert client.submit(shares, both, pure=False).result() == [True, True, True]
         same = client.submit(lambda x, y: memory(x) == memory(y), alone, view)
         right = client.submit(lambda x, y: bool((x[8192:] == y).all()), alone, view)
         assert client.gather([same, right]) == [False, True]
-
-
-def are_away(keys: list[str], dask_worker: Worker) -> list[bool]:
-    data: Any = dask_worker.data
-    return [data.peek(key).is_away for key in keys]
 
 
 def memory(x: SimulatedArray) -> Any:
@@ -172,9 +161,6 @@ def memory(x: SimulatedArray) -> Any:
 def shares(both: list[Any]) -> list[bool]:
     x, view, named = both
     return [memory(x) == memory(view), named["x"] is x, int(view.sum()) == 3 * 8192]
-
-
-# -- across processes
 
 
 @pytest.mark.long
@@ -195,9 +181,6 @@ def test_across_processes_and_with_a_worker_killed() -> None:
         assert read(future.result(timeout=60)).tolist() == (
             (expected + expected.T).sum(axis=0).tolist()
         )
-
-
-# -- on and off
 
 
 def test_without_a_limit_nothing_is_spilled() -> None:

@@ -16,7 +16,6 @@ from dask_devctx import Device
 from dask_devctx.scheduler.history import DeviceHistory
 from dask_devctx.scheduler.messages import ACTION, PROTOCOL, TOPIC, Failure
 from dask_devctx.scheduler.rows import Copy, DeviceCounts, Sample, TaskRun, Transfer, known
-from dask_devctx.worker.metrics.history import Ring
 from tests.distributed.devices import fail, nap, with_plugin
 
 FIELDS = ("cuda:1", "GPU-1", "CUDA_ERROR_ASSERT", 710, (), False, False, "")
@@ -26,23 +25,6 @@ async def all_rows(scheduler: Any) -> list[Any]:
     history = DeviceHistory.of(scheduler)
     await history.collect()
     return [row for _, row in history.rows().rows]
-
-
-# -- the rings
-
-
-def test_a_reader_learns_how_many_rows_are_lost() -> None:
-    ring = Ring(3)
-    for n in range(5):
-        ring.append((n,))
-    assert ring.since(0) == ([(2,), (3,), (4,)], 5, 2)
-    assert ring.since(0, most=2) == ([(2,), (3,)], 4, 2)
-    assert ring.since(4) == ([(4,)], 5, 0)
-    assert ring.since(5) == ([], 5, 0)
-    assert Ring(0).since(0) == ([], 0, 0)
-
-
-# -- on a cluster
 
 
 @with_plugin(devices=[0, 1], tasks_per_device=1)
@@ -177,9 +159,6 @@ def test_the_rows_of_workers_that_left_long_ago_are_forgotten() -> None:
     kept = [address for address, _ in history.rows().rows]
     assert 1 < len(kept) < many
     assert kept == list(history.workers) == [f"worker {n}" for n in range(many)][-len(kept) :]
-
-
-# -- rows of several versions
 
 
 def test_a_row_of_another_version_is_read() -> None:

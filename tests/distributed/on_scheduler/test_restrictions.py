@@ -126,6 +126,17 @@ def having(*uuids: str) -> WorkerDevices:
     )
 
 
+def task_state(key: int, state: str, said: dict[str, Any]) -> Any:
+    return SimpleNamespace(
+        key=key,
+        state=state,
+        actor=said.get("actor", False),
+        worker_restrictions=said.get("workers"),
+        host_restrictions=said.get("hosts"),
+        loose_restrictions=said.get("loose", False),
+    )
+
+
 _TWO_DEVICES = [
     ("arrive", ADDRESSES[0], having(UUIDS[0])),
     ("arrive", ADDRESSES[1], having(UUIDS[1])),
@@ -148,14 +159,7 @@ def test_restrictions_are_as_if_made_from_the_beginning(happening: list[Any]) ->
         waiting: list[Any] | None = None
         if event == "submit":
             (said,) = what
-            ts = SimpleNamespace(
-                key=number,
-                state="no-worker",
-                actor=said.get("actor", False),
-                worker_restrictions=said.get("workers"),
-                host_restrictions=said.get("hosts"),
-                loose_restrictions=said.get("loose", False),
-            )
+            ts = task_state(number, "no-worker", said)
             restricted.note(ts, said["wanted"])
             known[number] = ts, said
         elif event == "forget":
@@ -245,14 +249,7 @@ def test_what_no_task_asks_for_any_more_is_forgotten(asks: Any) -> None:
     sizes = set()
     for n in range(4000):
         wanted, workers = asks(n)
-        ts = SimpleNamespace(
-            key=n,
-            state="waiting",
-            actor=False,
-            worker_restrictions=workers,
-            host_restrictions=None,
-            loose_restrictions=False,
-        )
+        ts = task_state(n, "waiting", {"workers": workers})
         restricted.note(ts, Request((wanted,)))
         restricted.forget(n)
         if n % 100 == 0:

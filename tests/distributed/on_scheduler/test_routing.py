@@ -195,9 +195,6 @@ async def set_up(worker: Worker, plugin: DevicePlugin) -> None:
     await worker.plugin_add(plugin, catch_errors=False)
 
 
-# -- tasks of several devices
-
-
 def worker_and_devices(*_: object) -> tuple[str, tuple[int, ...]]:
     return get_worker().address, tuple(device.device_id for device in task_devices())
 
@@ -255,34 +252,25 @@ async def test_to_a_worker_whose_limit_allows_the_reservation(client: Any, a: An
     assert "the task reserves 5.0 GiB of device memory" in str(error)
 
 
-UUIDS = [f"GPU-b33ebc8{n}-95a3-9648-c914-5259efe7a11e" for n in range(2)]
-ANNOUNCEMENT = {
-    "protocol": PROTOCOL, "seen": [(uuid, None) for uuid in UUIDS], "used": UUIDS, "limits": {},
-}  # fmt: skip
-
-
 @on_cluster(4, 4)
 async def test_a_worker_of_another_version_is_refused(
     client: Client, scheduler: Scheduler, a: Worker, b: Worker
 ) -> None:
     await client.register_plugin(DevicePlugin(devices_per_worker=2))
-    older = {"seen": [{"device_id": 0, "uuid": UUIDS[0]}], "used": UUIDS[:1]}
+    uuid = "GPU-b33ebc80-95a3-9648-c914-5259efe7a11e"
+    older = {"seen": [{"device_id": 0, "uuid": uuid}], "used": [uuid]}
+    newer = {"protocol": PROTOCOL + 1, "seen": [(uuid, None)], "used": [uuid], "limits": {}}
     with captured_logger("dask_devctx.scheduler.routing") as log:
         async with rpc(scheduler.address) as there:
-            for message in (older, {**ANNOUNCEMENT, "protocol": PROTOCOL + 1}):
+            for message in (older, newer):
                 answer = await getattr(there, ANNOUNCE)(address=a.address, **message)
                 assert answer.startswith("refused: ")
                 assert "Install the same version" in answer
                 assert answer in log.getvalue()
-    await _all_is_well(client)
-
-
-async def _all_is_well(client: Client) -> None:
-    for ordinal in range(4):
-        for name in (ordinal, Device(ordinal).uuid):
-            with dask.annotate(device=name):
-                assert await client.submit(uuid_here, pure=False) == Device(ordinal).uuid
-    with dask.annotate(device=UUIDS[0]), pytest.raises(DeviceNotFoundError):
+    for ordinal in range(4):  # all is well
+        with dask.annotate(device=ordinal):
+            assert await client.submit(uuid_here, pure=False) == Device(ordinal).uuid
+    with dask.annotate(device=uuid), pytest.raises(DeviceNotFoundError):
         await client.submit(uuid_here, pure=False)
 
 

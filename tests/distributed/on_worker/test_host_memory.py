@@ -80,9 +80,6 @@ def test_what_is_written_to_disk_waits_for_the_work_that_makes_it(
     body()
 
 
-# -- the limit
-
-
 def limits(client: Client) -> tuple[list[int], list[int]]:
     there = client.run(lambda dask_worker: dask_worker.memory_manager.memory_limit)
     known = workers_of(client).values()

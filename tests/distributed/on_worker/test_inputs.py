@@ -29,7 +29,7 @@ from dask_devctx import (
 from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DevctxError
-from tests.distributed.devices import on_cluster, started
+from tests.distributed.devices import on_cluster, started, work_is_pending
 
 da = pytest.importorskip("dask.array")
 
@@ -40,18 +40,6 @@ def one_worker(**plugin: Any) -> Any:
 
 def make(value: float = 1.0, n: int = 100) -> SimulatedArray:
     return SimulatedArray.asarray(np.full(n, value))
-
-
-def work_is_pending(machine: SimulatedMachine) -> list[bool]:
-    """Let no event be reached until the list's one item is set to False."""
-    pending = [True]
-    machine.faults.inject(
-        "cuEventQuery",
-        CUresult.CUDA_ERROR_NOT_READY,
-        times=10**6,
-        when=lambda event: pending[0],
-    )
-    return pending
 
 
 def where(*arrays: SimulatedArray) -> tuple[int, ...]:
@@ -72,17 +60,22 @@ def traffic(worker: Worker) -> dict[tuple[int, int], tuple[int, int, int]]:
     }
 
 
-@one_worker()
-async def test_one_copy_is_shared_and_goes_with_its_key(client: Client, worker: Worker) -> None:
+@one_worker(tasks_per_device=8)
+async def test_one_copy_is_shared_and_goes_with_its_key(
+    client: Client, worker: Worker, machine: SimulatedMachine
+) -> None:
+    """Many ask for it while it is made."""
     plugin = worker.plugins["devctx"]
     with dask.annotate(device=0):
         x = client.submit(make, pure=False)
+        await x
+    machine.faults.inject("cuMemAlloc", None, when=lambda nbytes: time.sleep(0.2))
     with dask.annotate(device=3):
         tasks = [client.submit(where, x, pure=False) for _ in range(20)]
     assert await client.gather(tasks) == [(3,)] * 20
     ((copies, saved, nbytes),) = traffic(worker).values()
     assert (copies, saved, nbytes) == (1, 19, 800)
-    assert plugin.extension.copies.nbytes(Device(3)) == 800
+    assert plugin.extension.copies.nbytes(Device(3)) == machine.gpus[3].used_memory == 800
     x.release()
     # a thread drops it, once the key is gone
     await async_poll_for(lambda: plugin.extension.copies.nbytes(Device(3)) == 0, timeout=10)
@@ -121,10 +114,6 @@ async def test_inputs_stay_where_they_are(client: Client, worker: Worker) -> Non
 
 
 _gates: dict[str, threading.Event] = defaultdict(threading.Event)
-
-
-def pass_gate(name: str) -> bool:
-    return _gates[name].wait(10)
 
 
 until = partial(async_poll_for, timeout=20)
@@ -310,7 +299,7 @@ async def test_a_copy_outlives_the_kernels_of_a_task(
 def device_at_the_gate(array: SimulatedArray, gate: str) -> int:
     if gate:
         _gates[f"{gate}, started"].set()
-        pass_gate(gate)
+        _gates[gate].wait(10)
     return array.device.device_id
 
 

@@ -24,7 +24,7 @@ from distributed.worker_state_machine import ComputeTaskEvent, FreeKeysEvent
 
 from dask_devctx import Device, DevicePlugin, SimulatedArray, device_of, on_device
 from dask_devctx.driver.simulated import SimulatedMachine
-from tests.distributed.devices import current_context, here, on_cluster, with_plugin
+from tests.distributed.devices import blocks, current_context, here, on_cluster, with_plugin
 
 seen: list[Any] = []
 
@@ -32,10 +32,6 @@ seen: list[Any] = []
 @pytest.fixture(autouse=True)
 def forget() -> None:
     seen.clear()
-
-
-def used(machine: SimulatedMachine) -> set[int]:
-    return {gpu.index for gpu in machine.gpus if gpu.primary is not None}
 
 
 @asynccontextmanager
@@ -163,22 +159,14 @@ async def test_cancelled_and_resumed_in_one_tick(
 
 @with_plugin()
 async def test_cancelled_while_it_runs(client: Any, worker: Any) -> None:
-    started, go_on = Event("started", client), Event("go-on", client)
-    await asyncio.gather(started.clear(), go_on.clear())
-
-    def slow() -> int | None:
-        Event("started").set()
-        Event("go-on").wait()
-        return here()
-
     with dask.annotate(device=1):
-        future = client.submit(slow, key="slow")
-        await started.wait()
+        future = client.submit(blocks, "slow", key="slow")
+        await Event("slow-started", client).wait()
         await future.cancel()
         await wait_for_state("slow", "cancelled", worker)
-        again = client.submit(slow, key="slow")
+        again = client.submit(blocks, "slow", key="slow")
         await wait_for_state("slow", "executing", worker)
-    await go_on.set()
+    await Event("go-on", client).set()
     assert await again == 1
 
 
@@ -189,16 +177,9 @@ def append(name: str) -> None:
 @with_plugin()
 async def test_cancelled_before_its_turn(client: Any, worker: Any) -> None:
     """dask believes that it runs; it waits for its device, and does not run when it has it."""
-    started, go_on = Event("first-started", client), Event("first-goes-on", client)
-    await asyncio.gather(started.clear(), go_on.clear())
-
-    def first() -> None:
-        Event("first-started").set()
-        Event("first-goes-on").wait()
-
     with dask.annotate(device=1):
-        running = client.submit(first)
-        await started.wait()
+        running = client.submit(blocks, "first")
+        await Event("first-started", client).wait()
         cancelled = client.map(append, [f"cancelled {n}" for n in range(5)])
         wanted = client.submit(append, "wanted")
         again = client.submit(append, "again", key="again")
@@ -207,7 +188,7 @@ async def test_cancelled_before_its_turn(client: Any, worker: Any) -> None:
         await wait_for_state("again", "cancelled", worker)
         again = client.submit(append, "again", key="again")
         await wait_for_state("again", "executing", worker)
-    await go_on.set()
+    await Event("go-on", client).set()
     await client.gather([running, wanted, again])
     await async_poll_for(lambda: len(worker.state.tasks) == 3, timeout=10)
     assert sorted(set(seen)) == ["again", "wanted"]
@@ -243,12 +224,11 @@ async def test_coroutines(client: Any) -> None:
 class Model:
     weight = 1
 
-    def __init__(self, other: Any = None) -> None:
+    def __init__(self) -> None:
         self.made = here()
-        self.other = other
 
-    def method(self) -> tuple[int | None, int | None, str]:
-        return self.made, here(), threading.current_thread().name
+    def method(self) -> tuple[int | None, int | None]:
+        return self.made, here()
 
     async def coroutine(self) -> list[int | None]:
         first = here()
@@ -257,9 +237,6 @@ class Model:
 
     def fails(self) -> None:
         raise ValueError(str(here()))
-
-    def ask(self, other: Any) -> Any:
-        return self.made, here(), other.method().result()[:2], here()
 
     @property
     def where(self) -> int | None:
@@ -272,12 +249,12 @@ async def test_actors(client: Any, worker: Any) -> None:
         actor = await client.submit(Model, actor=True)
     free = await client.submit(Model, actor=True, pure=False)
     async with watching_the_loop():
-        assert (await actor.method())[:2] == (3, 3)
-        assert (await actor.method(separate_thread=False))[:2] == (3, 3)
+        assert await actor.method() == (3, 3)
+        assert await actor.method(separate_thread=False) == (3, 3)
         assert await actor.coroutine() == [3, 3, 3]
         with pytest.raises(ValueError, match="3"):
             await actor.fails()
-        made, at, _ = await free.method()
+        made, at = await free.method()
         assert made == at
         assert made in range(4)
         assert await actor.weight == 1
@@ -299,7 +276,7 @@ async def test_p2p_shuffle(client: Any, machine: SimulatedMachine) -> None:
             result = await client.compute(shuffled)
     assert sorted(result.a) == list(range(40))
     assert set(result.b) == {1}
-    assert used(machine) == {1}
+    assert {gpu.index for gpu in machine.gpus if gpu.primary is not None} == {1}
 
 
 @with_plugin()

@@ -1,7 +1,4 @@
-"""Values are right and memory goes back where a plugin, a worker or room is gone mid-transfer.
-
-Workers that cannot read each other's memory know why.
-"""
+"""Values are right and memory goes back where a plugin, a worker or room is gone mid-transfer."""
 
 from __future__ import annotations
 
@@ -31,10 +28,6 @@ def of_8_mb() -> SimulatedArray:
     return peers.array(1_000_000)
 
 
-def pid() -> int:
-    return os.getpid()
-
-
 async def remove_plugin(dask_worker: Worker) -> None:
     await dask_worker.plugin_remove("devctx")
 
@@ -48,9 +41,6 @@ def used_memory(dask_worker: Worker) -> int:
     gc.collect()
     staged = peers.staging_nbytes(dask_worker) if "devctx" in dask_worker.plugins else 0
     return sum(gpu.used_memory for gpu in driver.backend().machine.gpus) - staged
-
-
-# -- plugins
 
 
 def test_who_has_no_plugin_any_more_is_sent_what_it_can_read() -> None:
@@ -80,9 +70,6 @@ def test_the_plugin_of_one_side_goes_in_the_middle(where: int) -> None:
             assert peers.until(lambda: not client.run(opened, workers=receiver)[workers[1]], 5)
 
 
-# -- workers
-
-
 @pytest.mark.parametrize(
     "killed",
     [pytest.param(False, marks=pytest.mark.long, id="retired"), pytest.param(True, id="killed")],
@@ -94,14 +81,11 @@ def test_a_worker_that_left_is_forgotten_and_staging_memory_goes_back(killed: bo
         assert peers.send(client, peers.array, peers.last, workers[::-1]) == ARRIVED
         assert client.run(opened, workers=here)[workers[0]]
         if killed:
-            os.kill(client.run(pid)[workers[1]], signal.SIGKILL)
+            os.kill(client.run(os.getpid)[workers[1]], signal.SIGKILL)
         else:
             client.retire_workers(workers[1:])
         assert peers.until(lambda: not client.run(opened, workers=here)[workers[0]], 30)
         assert peers.until(lambda: not client.run(peers.given_back, workers=here)[workers[0]], 20)
-
-
-# -- room
 
 
 def reserved(dask_worker: Worker) -> int:
@@ -130,9 +114,6 @@ def test_no_room_stays_reserved_for_a_value_that_is_cancelled_on_its_way() -> No
         key = made.key
         assert peers.until(lambda: not client.run(is_known, key, workers=receiver)[address], 20)
         assert peers.until(lambda: client.run(reserved, workers=receiver)[address] == 0, 10)
-
-
-# -- values that cannot be read
 
 
 class Unreadable:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 import traceback
@@ -13,12 +12,10 @@ import dask
 import pytest
 from distributed import wait
 from distributed.utils_test import async_poll_for
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dask_devctx import Device, SimulatedArray, report, task_devices
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.worker.placement.admission import WHOLE, Admission, Claim, share_units
+from dask_devctx.worker.placement.admission import Admission, Claim
 from dask_devctx.worker.placement.policy import (
     FULL_NBYTES,
     LINK_BYTES_PER_S,
@@ -112,8 +109,6 @@ async def test_durations_are_known_by_prefix(client: Any, worker: Any) -> None:
     await client.gather(running)
 
 
-# -- policies of one's own
-
 given_to_policy: list[Sequence[Candidate]] = []
 
 
@@ -200,71 +195,23 @@ LIMIT = 100
 
 
 class Line:
-    """Claims on four devices, the names of those that hold, and what they hold together."""
+    """Claims on four devices, and the names of those that hold."""
 
     def __init__(self, tasks_per_device: int = 1) -> None:
         self.admission = Admission(DEVICES, tasks_per_device, dict.fromkeys(DEVICES, LIMIT))
         self.held: list[str] = []
         self.claims: dict[str, Claim] = {}
 
-    def submit(
-        self,
-        name: str,
-        *devices: int,
-        priority: int = 1,
-        share: float | None = None,
-        nbytes: int = 0,
-    ) -> Claim:
-        units = self.admission.slot if share is None else share_units(share)
+    def submit(self, name: str, *devices: int, priority: int = 1, nbytes: int = 0) -> None:
         group = tuple(DEVICES[number] for number in devices)
-        claim = self.claims[name] = Claim(name, group, units, nbytes, (priority,))
-        claim.granted = lambda: None if claim.void else self.held.append(name)
+        claim = Claim(name, group, self.admission.slot, nbytes, (priority,))
+        self.claims[name] = claim
+        claim.granted = lambda: self.held.append(name)
         self.admission.submit(claim)
-        self.check()
-        return claim
 
     def end(self, name: str) -> None:
         self.held.remove(name)
         self.admission.release(self.claims[name])
-        self.check()
-
-    def check(self) -> None:
-        for device in DEVICES:
-            holding = [c for c in self.claims.values() if c.held and device in c.devices]
-            assert sum(claim.share for claim in holding) <= WHOLE
-            assert sum(claim.nbytes for claim in holding) <= LIMIT
-
-
-asks = st.fixed_dictionaries(
-    {
-        "devices": st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True),
-        "share": st.sampled_from([None, None, 0.1, 0.3, 0.5, 1.0]),
-        "nbytes": st.sampled_from([0, 0, 10, 60, 100]),
-        "priority": st.integers(0, 2),
-    }
-)
-
-
-@given(st.lists(asks, max_size=40), st.integers(1, 3), st.randoms(use_true_random=False))
-def test_all_start_and_no_device_is_over_its_slots(
-    specs: list[dict[str, object]], tasks_per_device: int, chance: random.Random
-) -> None:
-    line = Line(tasks_per_device)
-    todo = list(enumerate(specs))
-    started = 0
-    while todo or line.held:
-        if todo and (chance.random() < 0.6 or not line.held):
-            number, spec = todo.pop()
-            given_devices = spec["devices"]
-            assert isinstance(given_devices, list)
-            line.submit(
-                str(number), *given_devices, **{k: v for k, v in spec.items() if k != "devices"}
-            )  # type: ignore[arg-type]
-        elif line.held:
-            line.end(chance.choice(line.held))
-            started += 1
-    assert started == len(specs)
-    assert not any(one.holding for one in line.admission.states.values())
 
 
 def test_several_devices_are_reserved_for_the_first_in_line() -> None:
@@ -304,15 +251,3 @@ def test_bytes_are_waited_for_in_turn() -> None:
     assert line.held == ["most"]
     line.end("most")
     assert line.held == ["more", "small"]
-
-
-def test_a_claim_that_is_withdrawn_reserves_nothing() -> None:
-    line = Line()
-    line.submit("runs", 0)
-    both = line.submit("both", 0, 1)
-    line.submit("behind", 1)
-    line.admission.withdraw(both)
-    assert both.void
-    assert line.held == ["runs", "behind"]
-    line.admission.release(both)
-    line.check()

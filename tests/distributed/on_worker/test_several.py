@@ -103,9 +103,6 @@ async def nothing_held(worker: Any) -> None:
     )
 
 
-# -- the annotations
-
-
 @with_plugin()
 async def test_a_number_of_devices(client: Any, worker: Any) -> None:
     with dask.annotate(devices=2):
@@ -148,6 +145,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"device_memory": "many"}, ValueError, "4 GiB"),
     ({"device_memory": [1]}, TypeError, "bytes, at least 1, .* of type tuple"),
     ({"device": "none", "device_share": 0.5}, ValueError, "asks for no device"),
+    ({"rerun": "no"}, TypeError, "'rerun' is True or False"),
     ({"devices": lambda key: 1 / 0}, ZeroDivisionError, "division"),
     ({"device_share": lambda key: "x"}, TypeError, "got 'x'"),
 ]
@@ -163,9 +161,6 @@ async def test_wrong(client: Any) -> None:
     assert len(await client.submit(mine, key="after")) == 1
 
 
-# -- task_devices
-
-
 @with_plugin()
 async def test_a_task_without_a_device_has_none(client: Any) -> None:
     async def coroutine() -> tuple[Device, ...]:
@@ -177,9 +172,6 @@ async def test_a_task_without_a_device_has_none(client: Any) -> None:
         assert await client.submit(coroutine, key="coroutine") == ()
     await client.unregister_worker_plugin("devctx")
     assert isinstance(await client.submit(task_devices, key="later").exception(), RuntimeError)
-
-
-# -- reservations
 
 
 @with_plugin()
@@ -219,9 +211,6 @@ async def test_values_leave_a_device_for_a_reservation(client: Any, worker: Any)
     assert all(one.nbytes == 12 * MIB for one in arrays)
 
 
-# -- the end of a claim
-
-
 def hold() -> tuple[int, ...]:
     go_on.wait(20)
     return mine()
@@ -254,9 +243,6 @@ async def test_failures_cancellation_and_secession_give_back(client: Any, worker
     assert await left == (0, 1, 2, 3)
     await running
     await nothing_held(worker)
-
-
-# -- many at once
 
 
 @with_plugin(64, tasks_per_device=2)
@@ -300,9 +286,6 @@ async def test_500_random_tasks_never_exceed_a_device(client: Any, worker: Any) 
             assert await future == number
     await nothing_held(worker)
     assert not any(used.shares.values())
-
-
-# -- inputs and results
 
 
 def array_on(ordinal: int) -> SimulatedArray:
@@ -429,9 +412,6 @@ async def test_a_worker_closes_while_claims_wait(
     while any(thread.name.startswith("theirs") for thread in threading.enumerate()):
         assert time.monotonic() - start < 20
         await asyncio.sleep(0.01)
-
-
-# -- the choice of devices
 
 
 def chosen(count: int, *busy_s: float, have: Sequence[int] = ()) -> list[int]:

@@ -15,7 +15,6 @@ from typing import Any
 import dask
 import pytest
 from distributed import Client, Worker
-from distributed.threadpoolexecutor import rejoin, secede
 from distributed.utils_test import async_poll_for
 
 from dask_devctx import DevicePlugin, devices
@@ -77,9 +76,6 @@ def test_as_many_as_there_are_cpus(
     body()
 
 
-# -- a device's threads
-
-
 def pool_of(
     threads: int, name: str = "test", cpus: frozenset[int] | None = None
 ) -> DeviceThreadPoolExecutor:
@@ -121,25 +117,6 @@ def test_the_most_urgent_first(pool: DeviceThreadPoolExecutor) -> None:
     assert order == ["of no task", "soon", "b", "c", "late"]
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_rejoining_after_the_shutdown(threads: int) -> None:
-    pool = pool_of(threads, "test-rejoin")
-    seceded, go_on = threading.Event(), threading.Event()
-
-    def leaves() -> str:
-        secede()
-        seceded.set()
-        go_on.wait(10)
-        rejoin()
-        return "back"
-
-    future = pool.submit(leaves)
-    assert seceded.wait(10)
-    pool.shutdown(wait=False)
-    go_on.set()
-    assert future.result(10) == "back"  # no thread of the pool is left: a fixture checks it
-
-
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinities")
 def test_threads_keep_to_the_cpus_that_may_be_used(caplog: pytest.LogCaptureFixture) -> None:
     usable = frozenset(os.sched_getaffinity(0))
@@ -158,31 +135,6 @@ def test_threads_keep_to_the_cpus_that_may_be_used(caplog: pytest.LogCaptureFixt
     with caplog.at_level("INFO", "dask_devctx"):
         assert pool.submit(abs, -1).result(10) == 1
     assert "is not bound to the CPUs" in caplog.text
-    pool.shutdown(wait=True, timeout=10)
-
-
-def outcomes(pool: DeviceThreadPoolExecutor, count: int) -> list[object]:
-    """Submit from an event loop, as dask does for tasks."""
-
-    def task(number: int) -> int:
-        if number % 7 == 3:
-            raise KeyError(number)
-        return number
-
-    async def run() -> list[object]:
-        futures = [pool.submit_task(claim(pool), task, number) for number in range(count)]
-        return await asyncio.gather(*futures, return_exceptions=True)
-
-    return asyncio.run(run())
-
-
-def test_every_outcome_reaches_the_loop_that_submitted() -> None:
-    pool = pool_of(4)
-    for number, outcome in enumerate(outcomes(pool, 2000)):
-        if number % 7 == 3:
-            assert isinstance(outcome, KeyError)
-        else:
-            assert outcome == number
     pool.shutdown(wait=True, timeout=10)
 
 
@@ -210,9 +162,6 @@ def test_a_task_that_is_cancelled_as_it_begins_runs_once(pool: DeviceThreadPoolE
         sys.setswitchinterval(interval)
     pool.submit(bool).result(10)
     assert not set(sent_again) & set(ran)
-
-
-# -- the garbage collector
 
 
 def frozen(client: Client, wanted: Callable[[int], bool]) -> int:
