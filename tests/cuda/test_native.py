@@ -7,7 +7,6 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,20 +19,17 @@ from dask_devctx.cuda.scope import Scope, open_scopes, stack
 from dask_devctx.driver import backends
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DriverError
-from tests.addressed import addressed
 from tests.python import python
 
 native = pytest.importorskip("dask_devctx.driver._scope", reason="the extension was not built")
 
-ILLEGAL = types.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
-
 
 @pytest.fixture
-def machine() -> Iterator[SimulatedMachine]:
-    machine = SimulatedMachine(4)
-    with driver.use(addressed(machine)):
-        yield machine
-    assert open_scopes() == ()
+def simulation() -> str:
+    return "addressed"
+
+
+ILLEGAL = types.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
 
 
 def test_a_scope_makes_three_calls_and_all_of_them_by_address(machine: SimulatedMachine) -> None:
@@ -49,6 +45,7 @@ def test_a_scope_makes_three_calls_and_all_of_them_by_address(machine: Simulated
         assert len(stack()) == 1
     assert machine.faults.calls == {"cuCtxGetCurrent": 1, "cuCtxSetCurrent": 2}
     assert reached_python == []
+    Device.unset_current()
 
 
 class _Tell:

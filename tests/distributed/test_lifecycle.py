@@ -346,10 +346,6 @@ class Steps:
         self.stack = CountingStack
 
 
-def waits() -> None:
-    Event("go-on").wait()
-
-
 async def threads_ended() -> None:
     def running() -> bool:
         return any(thread.name.startswith("devctx") for thread in threading.enumerate())
@@ -367,9 +363,9 @@ async def assert_nothing_is_held(worker: Worker, step: str) -> None:
 @pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.long)])
 @on_cluster(4)
 async def test_each_step_that_fails_undoes_all(client: Any, worker: Any, when: str) -> None:
-    held, running = client.submit(here), client.submit(waits)
+    held, running = client.submit(here), client.submit(blocks, "running")
     await held
-    await async_poll_for(lambda: worker.state.executing_count == 1, timeout=10)
+    await Event("running-started", client).wait()
     await assert_nothing_is_held(worker, "none")
     failed = 0
     while True:

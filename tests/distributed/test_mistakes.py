@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import dask
@@ -83,20 +82,14 @@ def test_the_remedy_for_an_item_on_each_device_works() -> None:
 # -- wrong arguments
 
 
-@pytest.fixture
-def cluster() -> Iterator[LocalDeviceCluster]:
-    with LocalDeviceCluster(processes=False, dashboard_address=":0") as cluster:
-        yield cluster
-
-
-def test_the_report_of_a_cluster(cluster: LocalDeviceCluster) -> None:
-    with Client(cluster, set_as_default=False) as client, dask.annotate(device=1):
-        client.submit(here, 0, key="one-1").result()
-    assert [(task.key, task.device_id) for task in report(cluster)] == [("one-1", 1)]
-
-
-def test_a_report_and_a_timeline_of_something_else(cluster: LocalDeviceCluster, tmp_path) -> None:
-    with Client(cluster, set_as_default=False) as client:
+def test_a_report_and_a_timeline_of_something_else(tmp_path) -> None:
+    with (
+        LocalDeviceCluster(processes=False, dashboard_address=":0") as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        with dask.annotate(device=1):
+            client.submit(here, 0, key="one-1").result()
+        assert [(task.key, task.device_id) for task in report(cluster)] == [("one-1", 1)]
         path = str(tmp_path / "x.json")
         with pytest.raises(TypeError, match=r"timeline takes a client.*timeline\(Client\(cluster"):
             timeline(cluster, path)

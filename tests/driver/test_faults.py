@@ -11,16 +11,6 @@ from dask_devctx.errors import DriverError
 ILLEGAL = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
 
 
-def test_a_device_that_fell_off_the_bus_copies_nothing(machine):
-    calls = Device(0)._backend.calls
-    with Device(0):
-        pointer = calls.work.allocate(16)
-        machine.gpus[0].lost = True
-        with pytest.raises(DriverError, match="CUDA_ERROR_UNKNOWN"):
-            calls.work.copy_to_host(pointer, 4)
-        machine.gpus[0].lost = False
-
-
 @pytest.mark.parametrize(
     "wait",
     [

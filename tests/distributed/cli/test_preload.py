@@ -52,28 +52,25 @@ def test_several_hosts(address: str) -> None:
         for host in ("a", "b"):
             env = {"DASK_DEVCTX__SIMULATED_HOST": host}
             stack.enter_context(dask_command(*WORKER, "--name", host, address, env=env))
-        check_two_hosts(stack.enter_context(Client(address)))
-
-
-def check_two_hosts(client: Client) -> None:
-    client.wait_for_workers(2, timeout=30)
-    for host in ("a", "b"):
-        for ordinal, uuid in enumerate(uuids(host)):
-            with dask.annotate(device=uuid):
-                future = client.submit(where, pure=False)
-            assert future.result(timeout=10) == (host, uuid, ordinal)
-    with dask.annotate(device=2):  # an ordinal is any host's
-        name, uuid, ordinal = client.submit(where, pure=False).result(timeout=10)
-    assert uuid == uuids(name)[2]
-    assert ordinal == 2
-    with dask.annotate(device=uuids("c")[0]):
-        future = client.submit(where, pure=False)
-    assert isinstance(future.exception(timeout=40), DeviceNotFoundError)
-    # what was made on one host is read on the other
-    with dask.annotate(device=uuids("a")[0]):
-        there = client.submit(lambda: list(range(1000)), pure=False)
-    with dask.annotate(device=uuids("b")[0]):
-        assert client.submit(sum, there, pure=False).result(timeout=10) == 499500
+        client = stack.enter_context(Client(address))
+        client.wait_for_workers(2, timeout=30)
+        for host in ("a", "b"):
+            for ordinal, uuid in enumerate(uuids(host)):
+                with dask.annotate(device=uuid):
+                    future = client.submit(where, pure=False)
+                assert future.result(timeout=10) == (host, uuid, ordinal)
+        with dask.annotate(device=2):  # an ordinal is any host's
+            name, uuid, ordinal = client.submit(where, pure=False).result(timeout=10)
+        assert uuid == uuids(name)[2]
+        assert ordinal == 2
+        with dask.annotate(device=uuids("c")[0]):
+            future = client.submit(where, pure=False)
+        assert isinstance(future.exception(timeout=40), DeviceNotFoundError)
+        # what was made on one host is read on the other
+        with dask.annotate(device=uuids("a")[0]):
+            there = client.submit(lambda: list(range(1000)), pure=False)
+        with dask.annotate(device=uuids("b")[0]):
+            assert client.submit(sum, there, pure=False).result(timeout=10) == 499500
 
 
 def test_workers_of_a_machine_share_it_out(address: str) -> None:
