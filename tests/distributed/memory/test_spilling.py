@@ -80,9 +80,8 @@ N, CHUNK = 1024, 64  # 8 MiB in chunks of 32 KiB
 
 def test_through_the_disk(tmp_path: Any) -> None:
     with (
-        dask.config.set(
-            {f"distributed.worker.memory.{what}": False for what in ("spill", "pause")}
-        ),
+        dask.config.set({"distributed.worker.memory.spill": False}),
+        dask.config.set({"distributed.worker.memory.pause": False}),
         threads(memory_limit="4 MiB", local_directory=str(tmp_path)) as client,
     ):
         x = array(N, CHUNK).persist()
