@@ -184,7 +184,7 @@ class _StandIn:
                 source = self.uuids[device - 1]
                 self._history.copied(source, self.uuids[device], 8 << 20, 1e-3, "peer")
             if number % 1000 == 0:
-                self._history.tried_again(key, _Device(self.uuids[0], 0), MemoryError("too large"))  # type: ignore[arg-type]
+                self._history.happened("out-of-memory", self.uuids[0], key, "too large")
         self._done += n
 
     async def heartbeat(self, scheduler: Any) -> None:

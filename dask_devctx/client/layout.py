@@ -51,8 +51,8 @@ class Layout:
         if n_workers * share > len(self.devices):
             raise ValueError(
                 f"{counted(n_workers, 'worker')} with {counted(share, 'device')} each would need "
-                f"{n_workers * share}, and the cluster has {len(self.devices)}. Start fewer "
-                "workers, or pass a lower devices_per_worker"
+                f"{n_workers * share}, and the cluster has {len(self.devices)}. Start fewer workers"
+                + (", or pass a lower devices_per_worker" if share > 1 else "")
             )
 
 
@@ -71,6 +71,8 @@ def lay_out(options: Options, n_workers: int | None, *, processes: bool) -> Layo
 
     It raises DevicesInUseError where others hold devices that the cluster needs.
     """
+    if n_workers is not None and n_workers < 0:
+        raise ValueError(f"n_workers must be 0 or more, or None for the default, got {n_workers}")
     used = used_devices(options)
     taken: Mapping[Device, str] = {}
     if not options.shared and n_workers != 0:

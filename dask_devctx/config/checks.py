@@ -173,7 +173,7 @@ def function(name: str, value: Any) -> object:
     if not callable(value) or inspect.iscoroutinefunction(value) or value in (min, max):
         raise TypeError(
             f"{name} must be a function of one argument, such as dask_devctx.start_soonest: it "
-            "gets the candidates, which have no order of their own, and returns one of them; got "
+            "gets the candidates, which cannot be compared, and returns one of them; got "
             f"{value!r}"
         )
     return value
