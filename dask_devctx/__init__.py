@@ -89,7 +89,11 @@ _DISTRIBUTED_HALF = {
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":  # reading it takes longer than the rest of the import
-        return import_module("importlib.metadata").version("dask-devctx")
+        metadata = import_module("importlib.metadata")
+        try:
+            return metadata.version("dask-devctx")
+        except metadata.PackageNotFoundError:  # a source tree that is not installed
+            return "0+unknown"
     if name not in _DISTRIBUTED_HALF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
