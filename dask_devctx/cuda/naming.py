@@ -179,6 +179,8 @@ def _read_text(text: str) -> Name:
         hint = f"It has blanks around it. {hint}"
     if text in (AUTO, NO_DEVICE):
         hint = f"{text!r} is for annotations alone: dask.annotate(device={text!r}). {hint}"
+    if text.lower() == "any":
+        hint = f'For any device, write dask.annotate(device="{AUTO}"). {hint}'
     if _HOST.fullmatch(text):
         hint = (
             'The host is no device. to_device(value, "cpu") copies a value to it, and '

@@ -140,6 +140,7 @@ def test_no_way_to_name_a_device(which):
         ("cpu", "A device is an ordinal"),
         ("auto", "'auto' is for annotations alone: dask.annotate(device='auto'). A device is an"),
         ("none", "'none' is for annotations alone: dask.annotate(device='none'). A device is an"),
+        ("any", 'For any device, write dask.annotate(device="auto").'),
         ("", "A device is an ordinal"),
         (" 1", "It has blanks around it"),
         ("١", "A device is an ordinal"),
