@@ -69,7 +69,7 @@ def _memory(device: LiveDevice) -> str | None:
 
 
 COLUMNS: Final[Mapping[str, Callable[[LiveDevice], object]]] = {
-    "worker": lambda device: ", ".join(device.workers)[-_WIDTH:],  # the end of an address
+    "worker": lambda device: ", ".join(w.rpartition("://")[2] for w in device.workers)[-_WIDTH:],
     "use": lambda device: _percent(device.utilization),
     "busy": lambda device: _percent(device.occupied),
     "tasks/s": lambda device: round(device.tasks_per_s),
