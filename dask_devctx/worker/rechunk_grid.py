@@ -78,7 +78,7 @@ class Grid:
         self.plans: dict[Index, Plan | None] = {}  # of blocks that are made soon
         self.coming: dict[tuple[Index, int], Coming] = {}
         self.asked: dict[int, int] = {}  # by worker: the place of the next block to ask it for
-        self._axis = functools.cache(self._axis)  # type: ignore[method-assign]
+        self._axes: dict[tuple[int, int, int | None], Axis] = {}
 
     def plan(self, index: Index) -> Plan | None:
         """Return how a block of the output is made; None if it is made of none on devices."""
@@ -109,11 +109,14 @@ class Grid:
     def _axis(self, axis: int, at: int, known: int | None) -> Axis:
         import numpy as np
 
+        if (found := self._axes.get((axis, at, known))) is not None:
+            return found
         parts = self.run.axes[axis][at]
         sizes = [self.run.old[axis][n] if known is None else known for n, _ in parts]
         cut = [part.indices(size) for size, (_, part) in zip(sizes, parts, strict=True)]
         begins, ends, _ = np.array(cut, np.int64).T
         made: Axis = pieces_module().Axis(np.array(sizes, np.int64), begins, ends - begins)
+        self._axes[axis, at, known] = made
         return made
 
 
