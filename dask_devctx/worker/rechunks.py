@@ -145,19 +145,16 @@ class Rechunks:
             if found is None:
                 self._ask(grid, owner, grid.places[index])
                 found = grid.coming.pop((index, owner))
-            if found.offset == 0:
+            if found.offset == 0 and self._ahead_nbytes:
                 self._ask(grid, owner, grid.asked[owner])
             return found
 
     def _ask(self, grid: Grid, owner: int, begin: int) -> None:
         """Ask a worker for its pieces of a block of this worker's, and of the next ones."""
-        # With several devices here, the next blocks may be made on another one.
-        ahead = len(self._devices) == 1
-        most = (self._devices[0].info.total_memory or 0) // _PART if ahead else 0
         asked: list[Index] = []
         ends, place = [0], begin
         for place, index in enumerate(grid.mine[begin:], begin):
-            if asked and ends[-1] >= most:
+            if asked and ends[-1] >= self._ahead_nbytes:
                 break
             plan = grid.plans[index] = grid.plans.get(index) or grid.plan(index)
             nbytes = 0 if plan is None else int(plan.pieces.sizes[plan.owners == owner].sum())
@@ -171,6 +168,11 @@ class Rechunks:
             future = self._fetched(grid, owner, tuple(asked))
             for index, offset in zip(asked, ends, strict=False):
                 grid.coming[index, owner] = Coming(future, offset, len(asked) > 1)
+
+    @property
+    def _ahead_nbytes(self) -> int:
+        """How much is asked for ahead; 0 where the next blocks may be made on another device."""
+        return (self._devices[0].info.total_memory or 0) // _PART if len(self._devices) == 1 else 0
 
     def _fetched(self, grid: Grid, owner: int, asked: tuple[Index, ...]) -> Future[Any]:
         fetched = grid.run.fetched(self._worker, grid.addresses[owner], asked)

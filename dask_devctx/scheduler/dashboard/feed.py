@@ -50,7 +50,7 @@ class Lanes:
         self.positions = {uuid: n + 0.5 for n, uuid in enumerate(self.names)}
 
     def name(self, end: str | None) -> str:
-        """Return the name of a device; another end of a copy is named as it is."""
+        """Return the name of a device, or the other end of a copy as it was given."""
         return "" if end is None else self.names.get(end, end)
 
 

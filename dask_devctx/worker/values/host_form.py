@@ -141,8 +141,7 @@ class Copying:
                         if not is_out_of_memory(error):
                             raise
                 self._pack(value, find_views, device, take)
-            self._lane = lanes.take(device)
-            try:
+            with lanes.taken(device) as self._lane:
                 for stamp in after:
                     self._lane.after(stamp)
                 if any(parcel.gathered for parcel in self._packed):
@@ -150,9 +149,6 @@ class Copying:
                 for form, parcel in zip(self._forms, self._packed, strict=True):
                     for part, (_, block) in zip(parcel.parts, form.parts, strict=True):
                         self._lane.copy_out(block.address, part.pointer, part.nbytes)
-            except BaseException:
-                self.drop()
-                raise
 
     def _pack(
         self, value: Any, find: Any, device: Device, take: Callable[[int], HostBlock]

@@ -129,7 +129,7 @@ def test_one_that_joins_later_gets_free_devices_or_leaves(caplog: pytest.LogCapt
         poll_for(lambda: who_has(client) == [[0, 1], [2, 3]], timeout=20)
         cluster.scale(1)
         poll_for(lambda: len(who_has(client)) == 1, timeout=20)
-        client.register_plugin(DevicePlugin())  # divides anew
+        client.register_plugin(DevicePlugin())  # divides again
         assert who_has(client) == [[0, 1, 2, 3]] != kept
 
 
