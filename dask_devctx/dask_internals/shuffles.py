@@ -118,6 +118,17 @@ class DeviceRechunk(_rechunk.ArrayRechunkRun):  # type: ignore[misc]
             return super().get_output_partition(partition_id, key, **kwargs)
         return made
 
+    def outputs_to_come(self, worker: Worker) -> list[Index]:
+        """Return the blocks of the output that are made on this worker, in their order."""
+        waiting = [
+            (ts.priority, index)
+            for ts in tuple(worker.state.tasks.values())
+            if ts.state in ("executing", "ready", "waiting")
+            and (index := _output_of(ts.run_spec, self.id)) is not None
+            and self.worker_for[index] == self.local_address
+        ]
+        return [index for _, index in sorted(waiting)]
+
     async def fetched(self, worker: Worker, address: str, asked: tuple[Index, ...]) -> Any:
         """Return another worker's pieces of blocks of the output."""
         key = (_PIECES, self.id, self.run_id, asked)

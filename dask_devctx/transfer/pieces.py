@@ -143,18 +143,15 @@ class Pieces:
     @classmethod
     def between(cls, axes: Sequence[Axis], itemsize: int) -> Pieces:
         """Return the pieces that make a block, in C order of the blocks that they come from."""
-        n = [len(axis.size) for axis in axes]
-
-        def spread(of: Sequence[Any]) -> Any:
-            grids = np.meshgrid(*of, indexing="ij") if of else []
-            found = [grid.ravel() for grid in grids]
-            return np.stack(found, 1) if found else np.zeros((1, 0), np.int64)
-
-        shape = spread([axis.length for axis in axes])
-        at = spread([np.cumsum(axis.length) - axis.length for axis in axes])
-        begin = spread([axis.begin for axis in axes])
-        strides = _strides(spread([axis.size for axis in axes]), itemsize)
-        whole = np.array([[int(axis.length.sum()) for axis in axes]], np.int64).reshape(1, len(n))
+        which = np.indices([len(axis.size) for axis in axes]).reshape(len(axes), -1)
+        spread = np.zeros((len(axes), 4, which.shape[1] if axes else 1), np.int64)
+        whole = np.zeros((1, len(axes)), np.int64)
+        for n, (axis, at) in enumerate(zip(axes, which, strict=True)):
+            ends = axis.length.cumsum()
+            spread[n] = np.array([*axis, ends - axis.length])[:, at]
+            whole[0, n] = ends[-1]
+        size, begin, shape, at = spread.transpose(1, 2, 0)
+        strides = _strides(size, itemsize)
         target_strides = np.broadcast_to(_strides(whole, itemsize), shape.shape)
         source, target = (begin * strides).sum(1), (at * target_strides).sum(1)
         return cls(shape, source, strides, target, target_strides, itemsize)

@@ -73,11 +73,9 @@ class Grid:
             self.kinds[at] = self.types.index(held[1:3])
         for at, block in run.blocks.items():
             self.blocks[at] = (block,)  # NumPy would look into it
-        self.mine = run.partitions_of.get(run.local_address, [])
-        self.places = {index: n for n, index in enumerate(self.mine)}
         self.plans: dict[Index, Plan | None] = {}  # of blocks that are made soon
         self.coming: dict[tuple[Index, int], Coming] = {}
-        self.asked: dict[int, int] = {}  # by worker: the place of the next block to ask it for
+        self.asked: set[tuple[Index, int]] = set()  # all that a worker was asked for
         self._axes: dict[tuple[int, int, int | None], Axis] = {}
 
     def plan(self, index: Index) -> Plan | None:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 # The part of a device's memory for the pieces that a worker is asked for at once. While these are
 # used, the next are on their way.
-_PART: Final = 512
+_PART: Final = 128
 
 
 class Arrived(NamedTuple):
@@ -143,30 +143,30 @@ class Rechunks:
         with grid.run.lock:
             found = grid.coming.pop((index, owner), None)
             if found is None:
-                self._ask(grid, owner, grid.places[index])
+                self._ask(grid, owner, index)
                 found = grid.coming.pop((index, owner))
             if found.offset == 0 and self._ahead_nbytes:
-                self._ask(grid, owner, grid.asked[owner])
+                self._ask(grid, owner)
             return found
 
-    def _ask(self, grid: Grid, owner: int, begin: int) -> None:
-        """Ask a worker for its pieces of a block of this worker's, and of the next ones."""
-        asked: list[Index] = []
-        ends, place = [0], begin
-        for place, index in enumerate(grid.mine[begin:], begin):
-            if asked and ends[-1] >= self._ahead_nbytes:
-                break
+    def _ask(self, grid: Grid, owner: int, first: Index | None = None) -> None:
+        """Ask a worker for its pieces of a block of this worker's, and of those that come next."""
+        ahead = grid.run.outputs_to_come(self._worker) if self._ahead_nbytes else []
+        wanted = [index for index in ahead if index != first and (index, owner) not in grid.asked]
+        asked: dict[Index, int] = {}  # where the pieces of each begin
+        end = 0
+        for index in wanted if first is None else [first, *wanted]:
+            grid.asked.add((index, owner))
             plan = grid.plans[index] = grid.plans.get(index) or grid.plan(index)
             nbytes = 0 if plan is None else int(plan.pieces.sizes[plan.owners == owner].sum())
-            if nbytes and (place == begin or place >= grid.asked.get(owner, 0)):
-                asked.append(index)
-                ends.append(ends[-1] + nbytes)
-        else:
-            place = len(grid.mine)
-        grid.asked[owner] = max(place, grid.asked.get(owner, 0))
+            if nbytes:
+                asked[index] = end
+                end += nbytes
+            if end >= self._ahead_nbytes:
+                break
         if asked:
             future = self._fetched(grid, owner, tuple(asked))
-            for index, offset in zip(asked, ends, strict=False):
+            for index, offset in asked.items():
                 grid.coming[index, owner] = Coming(future, offset, len(asked) > 1)
 
     @property

@@ -24,6 +24,7 @@ from tests.distributed.devices import with_plugin
 from tests.distributed.memory.test_spilling import MIB, counts, threads
 
 N = 480
+BLOCKS = 24
 
 
 def numbers() -> Any:
@@ -125,10 +126,10 @@ def to_host_calls() -> int:
 def test_pieces_touch_no_host_and_are_in_the_report(n_workers: int, transport: str) -> None:
     with layout(n_workers, 2) as client:
         for turn in range(2):  # in the first, workers try on each other's memory
-            x = on_devices(numbers() + turn, (N, N // 8)).persist()
+            x = on_devices(numbers() + turn, (N, N // BLOCKS)).persist()
             wait(x)
             before = client.run(to_host_calls), report(client).transfers
-            y = rechunked(x, (N // 8, N)).persist()
+            y = rechunked(x, (N // BLOCKS, N)).persist()
             wait(y)
             if turn:
                 assert client.run(to_host_calls) == before[0]
@@ -137,6 +138,9 @@ def test_pieces_touch_no_host_and_are_in_the_report(n_workers: int, transport: s
                 # The other pieces are on the device of their task already.
                 assert 0 < sum(row.nbytes for row in rows) - earlier < numbers().nbytes
                 assert {row.transport for row in report(client).transfers} == {transport}
+                if transport == "ipc":  # a worker asks for the pieces of many blocks at a time
+                    asked = sum(row.copies for row in rows) - sum(row.copies for row in before[1])
+                    assert 0 < asked <= 6  # of 24 blocks
         assert (read(y).compute() == numbers() + 1).all()
         del x, y
         assert nothing_left(client)
