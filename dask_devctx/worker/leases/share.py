@@ -47,7 +47,7 @@ class DeviceShare:
         """Take the devices of the plugin that this one replaces: its tasks keep them meanwhile."""
         before, count = _before.pop(self._worker, ()), self._count
         with suppress(Exception):  # `settle` raises it
-            again = [device for device in before if device in self._found()]
+            again = [device for device in self._found() if device in before]
             if not self._shared and len(again) >= (count or 1):
                 self._lease.take(again, count, timeout_s=0)
         return self._lease.devices
@@ -85,7 +85,7 @@ class DeviceShare:
         mine = [device for device in found if device.uuid in answer["uuids"]]
         lease.give_up(set(lease.devices).difference(mine))
         deadline = monotonic() + _PATIENCE_S
-        while (more := set(mine).difference(lease.devices)) and not self._is_released:
+        while (more := [one for one in mine if one not in lease.devices]) and not self._is_released:
             held = await asyncio.to_thread(lease.take, more)
             if held and monotonic() > deadline:
                 raise self._in_use((), held)

@@ -133,6 +133,17 @@ def test_one_that_joins_later_gets_free_devices_or_leaves(caplog: pytest.LogCapt
         assert who_has(client) == [[0, 1, 2, 3]] != kept
 
 
+@on_cluster(1)
+async def test_a_plugin_that_takes_anothers_place_is_set_up_once(
+    client: Any, worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    for turn in range(3):
+        order = [[3, 1, 0, 2], None, [2, 1]][turn]
+        await client.register_plugin(DevicePlugin(devices=order))
+        assert of_worker(worker) == (order or [0, 1, 2, 3])
+        assert caplog.text.count("This worker has nthreads=1") == turn + 1  # said at each set-up
+
+
 @pytest.mark.parametrize("options", [{}, {"devices_per_worker": 2}])
 def test_a_worker_that_waits_for_devices_does_not_stop_its_event_loop(
     options: dict[str, Any], lock_directory: Path
