@@ -39,8 +39,7 @@ from dask_devctx.worker.rechunks import Rechunks
 from dask_devctx.worker.runs import Runs
 from dask_devctx.worker.threads.executors import device_threads, threads_without_a_device
 from dask_devctx.worker.threads.garbage import short_collections
-from dask_devctx.worker.values.accounting import COUNTS, limit_nbytes
-from dask_devctx.worker.values.copies import Copies
+from dask_devctx.worker.values.accounting import limit_nbytes
 from dask_devctx.worker.values.store import Store, storing
 from dask_devctx.worker.values.use import register_nodes
 
@@ -64,7 +63,6 @@ class DeviceExtension:
     ) -> None:
         self._worker = worker
         self.failure = failure
-        self.copies: Copies | None = None
         self.store: Store | None = None
         self.limits: dict[Device, int] = {}
         check_worker(worker)
@@ -94,13 +92,9 @@ class DeviceExtension:
             traffic = self.traffic = TrafficCounts()
             traffic.on_copy, self.history.refresh = self.history.copied, traffic.measure
             steps.enter_context(metric(worker, TRAFFIC, lambda worker: traffic.rows()))
-            if options.move_inputs:
-                copies = self.copies = Copies(options.replica_limit, traffic)
-                steps.callback(copies.close)
-                copies.holds_back = self.monitor.calls.is_alone_on
             serialization.register()
             steps.enter_context(unpickled_later(worker, is_out_of_memory))
-            rechunks = Rechunks(worker, used, lambda: self.store, self.copies)
+            rechunks = Rechunks(worker, used, lambda: self.store, traffic)
             steps.enter_context(rechunking(worker, rechunks))
             self.peers = PeerTransfers(
                 worker,
@@ -122,7 +116,8 @@ class DeviceExtension:
                         worker,
                         used,
                         options,
-                        self.copies,
+                        traffic,
+                        is_alone_on=self.monitor.calls.is_alone_on,
                         takes_values=lambda who: SAYS in who,
                         moved_bytes=self._moved_bytes,
                         on_failure=self.monitor.noticed_between,
@@ -202,10 +197,8 @@ class DeviceExtension:
             "out_of_memory": self.monitor.retries.counted[device],
             "staging": self.peers.staging_nbytes(device),
         }
-        if self.copies is not None:
-            counts["copies"] = self.copies.nbytes(device)
-        if self.store is not None and self.store.spill.accounts:
-            counts |= {name: self.store.spill.count(name, device) for name in COUNTS}
+        if self.store is not None:
+            counts |= self.store.spill.counts(device)
         return counts
 
     def _make_room(self, device: Device) -> int:
@@ -220,11 +213,8 @@ class DeviceExtension:
 
     def wait_for_all(self, device: Device) -> None:
         """Wait for copies and values that are under way, where a task has a device for itself."""
-        if self.copies is not None:
-            with self.copies.ahead:  # the copy ahead that is under way
-                pass
         assert self.store is not None
-        self.store.spill.wait_for_results(device)
+        self.store.spill.wait_for_all(device)
 
     def stock(self, error: BaseException, device: Device) -> tuple[int | None, Mapping[str, int]]:
         """Return a device's limit, and the bytes that could not leave at an error, by reason."""

@@ -25,7 +25,7 @@ from dask_devctx.transfer import Stamp, device_of, nbytes_by_device, to_host
 from dask_devctx.transfer.ipc import lanes
 from dask_devctx.transfer.location import memory_of
 from dask_devctx.transfer.move import Move
-from dask_devctx.transfer.traffic import timing
+from dask_devctx.transfer.traffic import TrafficCounts, timing
 from dask_devctx.worker.leases.registration import has_routing
 from dask_devctx.worker.rechunk_grid import (
     Block,
@@ -36,7 +36,6 @@ from dask_devctx.worker.rechunk_grid import (
     grid_of,
     pieces_module,
 )
-from dask_devctx.worker.values.copies import Copies
 from dask_devctx.worker.values.value import AWAY, Value
 
 if TYPE_CHECKING:
@@ -64,12 +63,12 @@ class Rechunks:
         worker: Worker,
         devices: Sequence[Device],
         store: Callable[[], Store | None],
-        copies: Copies | None,
+        traffic: TrafficCounts,
     ) -> None:
         self._worker = worker
         self._devices = devices
         self._store = store
-        self._copies = copies
+        self._traffic = traffic
 
     def keep(self, run: DeviceRechunk, index: Index, block: Any) -> Held | None:
         """Keep a block in the run, and tell about it; None for a block in host memory."""
@@ -266,9 +265,8 @@ class Rechunks:
         begun, start = time.time(), time.perf_counter()
         with timing() as timed:
             packed = Move(device, guard_source=False, read_only=True).run(packed)
-        if self._copies is not None:
-            took, nbytes = time.perf_counter() - start, int(sizes[arrived.which].sum())
-            self._copies.counts.copied({source: nbytes}, device, begun, took, timed)
+        took, nbytes = time.perf_counter() - start, int(sizes[arrived.which].sum())
+        self._traffic.copied({source: nbytes}, device, begun, took, timed)
         return packed
 
     def _empty(

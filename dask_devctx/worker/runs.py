@@ -163,7 +163,7 @@ class Runs:
         ts.metadata[DEVICE] = self._uuids[devices[0]]
         self.now[key] = run
         run.queued = has_queue or not run.is_plain
-        if inputs and has_queue and store is not None and store.copies is not None:
+        if inputs and has_queue and store is not None and store.moves_inputs:
             store.copies.make_ahead(inputs, *devices)
         return run
 

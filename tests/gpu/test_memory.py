@@ -23,7 +23,7 @@ def taken(dask_worker: Worker) -> tuple[int, int]:
     """Return the page-locked bytes in use, and the bytes of the values that left."""
     plugin = dask_worker.plugins["devctx"]
     memory = plugin.extension.store.spill
-    return memory.pool.taken, memory.count("spilled", plugin.worker_devices[0])
+    return memory.pool.taken, memory.counts(plugin.worker_devices[0])["spilled"]
 
 
 def host_memory() -> dict[str, Any]:

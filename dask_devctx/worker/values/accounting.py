@@ -6,7 +6,7 @@ import itertools
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Final
 
@@ -55,9 +55,6 @@ class Counts:
     unspills: int = 0
     unspilled_nbytes: int = 0
     spills_for_retries: int = 0
-
-
-COUNTS: Final = tuple(field.name for field in fields(Counts))
 
 
 class Account:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,14 +32,14 @@ Used = list[tuple[Value, Any]]
 
 @dataclass(eq=False)
 class Copy:
-    """A value on a further device, or on its way there."""
+    """A value on a further device."""
 
     value: Value
     device: Device
-    sources: dict[Device, int]
-    expected: bool = False  # made ahead, and no task has used it yet
-    made: Future[tuple[Any, Stamp]] = field(default_factory=Future)
-    nbytes: int = 0  # counts toward the limit; 0 while the copy is being made
+    whole: Any
+    stamp: Stamp  # of the copy
+    nbytes: int  # counts toward the limit
+    expected: bool  # made ahead, and no task has used it yet
     uses: list[Stamp] = field(default_factory=list)
 
 
@@ -58,13 +57,18 @@ class Copies:
     is kept. A thread makes copies ahead of their tasks.
     """
 
-    def __init__(self, limit: float, counts: TrafficCounts) -> None:
+    def __init__(
+        self,
+        limit: float,
+        counts: TrafficCounts,
+        holds_back: Callable[[Device], bool] = lambda device: False,
+    ) -> None:
         self.limit = float(limit)
-        self.counts = counts
         self.ahead = threading.Lock()  # held while an input is copied ahead of its task
         self.there: dict[Device, _There] = defaultdict(_There)
+        self._counts = counts
         # Whether a task has a device for itself: nothing is copied there ahead of others.
-        self.holds_back: Callable[[Device], bool] = lambda device: False
+        self._holds_back = holds_back
         self._lock = threading.RLock()
         self._open = True
         self._event_loop = threading.get_ident()
@@ -109,20 +113,13 @@ class Copies:
             with self.ahead:
                 if not self._open or value.released or device in value.copies:
                     continue
-                if self.holds_back(device):
+                if self._holds_back(device):
                     continue
-                spill: Any = value.spill
                 try:
-                    whole = value.value if spill is None else spill.pin(value, device)
-                    try:
+                    with value.spill.pinned(value, device) as whole:
                         nbytes = sum(value.nbytes.values()) - value.nbytes.get(device, 0)
-                        has_room = self.there[device].nbytes + nbytes <= self._most(device)
-                        if whole is not AWAY and nbytes and has_room:
+                        if nbytes and self.there[device].nbytes + nbytes <= self._most(device):
                             self.get(value, whole, device, ahead=True)
-                    finally:
-                        del whole
-                        if spill is not None:
-                            spill.unpin([value])
                 except Exception:  # the task tries again, and fails with this error if it remains
                     logger.debug("%r was not copied ahead to %s", value.key, device, exc_info=True)
 
@@ -134,8 +131,8 @@ class Copies:
     def get(self, value: Value, whole: Any, device: Device, *, ahead: bool = False) -> Any:
         """Return a value for use on this thread's current streams of a device.
 
-        ``whole`` is the value itself. Out of memory, this drops all finished copies there and tries
-        once more. A failure is not kept: threads that waited for the copy try for themselves.
+        ``whole`` is the value itself. Out of memory, this drops all copies there and tries once
+        more. One thread makes a copy, and others that need it wait.
         """
         sources = dict(value.nbytes)
         here = sources.pop(device, None)
@@ -144,35 +141,26 @@ class Copies:
             if here is not None:
                 (value.stamp or value.work()).hold_back(device)
             return whole
-        while True:
-            with self._lock:
-                copy = value.copies.get(device)
-                mine = copy is None
+        copy = value.copies.get(device)
+        if copy is None:
+            with value.moving:
+                copy = value.copies.get(device)  # another thread may have made it
                 if copy is None:
-                    copy = Copy(value, device, sources, ahead)
-                    if self._open:
-                        value.copies[device] = copy
-                        self.there[device][copy] = None
-                        if value.released:  # asked last: who releases it just now drops its copies
-                            self._remove(copy)
-                else:
-                    there = self.there[device]
-                    there[copy] = there.pop(copy)
-            if mine:
-                return self._make(copy, whole)
-            if copy.made.exception() is not None:  # waits; the maker's thread raises the error
-                continue
-            moved, stamp = copy.made.result()
-            with self._lock:
-                first, copy.expected = copy.expected, copy.expected and ahead
-                if not first and not ahead:
-                    self.counts.saved(sources, device)
-            stamp.hold_back(device)
-            return moved
+                    return self._made(value, whole, sources, device, ahead)
+        with self._lock:
+            there = self.there[device]
+            if copy in there:
+                there[copy] = there.pop(copy)
+            first, copy.expected = copy.expected, copy.expected and ahead
+            if not first and not ahead:
+                self._counts.saved(sources, device)
+        copy.stamp.hold_back(device)
+        return copy.whole
 
-    def _make(self, copy: Copy, whole: Any) -> Any:
+    def _made(
+        self, value: Value, whole: Any, sources: dict[Device, int], device: Device, ahead: bool
+    ) -> Any:
         start, begun = time.perf_counter(), time.time()
-        value, device = copy.value, copy.device
 
         def move() -> tuple[Any, Any]:
             # Nothing writes to a task's input: its device does not have to wait for the copy.
@@ -180,26 +168,19 @@ class Copies:
             with timing() as timed:
                 return move.run(whole), timed
 
-        try:
-            moved, timed = allocated(move, lambda: self.drop(device))
-            stamp = Stamp.of_streams([device])
-            nbytes = nbytes_by_device(moved).get(device, 0)
-        except BaseException as error:
-            with self._lock:
-                self._remove(copy)
-            copy.made.set_exception(error)
-            raise
-        self.counts.copied(copy.sources, device, begun, time.perf_counter() - start, timed)
-        copy.made.set_result((moved, stamp))
+        moved, timed = allocated(move, lambda: self.drop(device))
+        stamp, nbytes = Stamp.of_streams([device]), nbytes_by_device(moved).get(device, 0)
+        self._counts.copied(sources, device, begun, time.perf_counter() - start, timed)
+        copy = Copy(value, device, moved, stamp, nbytes, ahead)
         with self._lock:
-            there = self.there[device]
-            if copy in there:  # not dropped in the meantime
-                copy.nbytes = nbytes
-                there.nbytes += nbytes
-                most = self._most(device)
-                while there.nbytes > most:
-                    # Those of 0 bytes are still being made: each does this when it is done.
-                    self._remove(next(one for one in there if one.nbytes))
+            there, value.copies[device] = self.there[device], copy
+            there[copy] = None
+            there.nbytes += nbytes
+            if value.released or not self._open:  # asked last: their end drops what is there
+                self._remove(copy)
+            most = self._most(device)
+            while there.nbytes > most:
+                self._remove(next(iter(there)))
         return moved
 
     def used(self, copies: Used, device: Device, stamp: Stamp) -> None:
@@ -212,7 +193,7 @@ class Copies:
         with self._lock:
             for value, moved in copies:
                 copy = value.copies.get(device)
-                if copy is None or not copy.made.done() or copy.made.result()[0] is not moved:
+                if copy is None or copy.whole is not moved:
                     dropped.append(moved)
                 else:
                     copy.uses = [use for use in copy.uses if not use.done()] + [stamp]
@@ -240,10 +221,9 @@ class Copies:
             for copy in list(self.there[device]):
                 if nbytes is not None and (dropped >= nbytes or copy.expected):
                     continue
-                if copy.made.done():
-                    dropped += copy.nbytes
-                    uses += copy.uses
-                    self._remove(copy)
+                dropped += copy.nbytes
+                uses += copy.uses
+                self._remove(copy)
         if nbytes is None and threading.get_ident() != self._event_loop:
             # A copy that is being read frees its memory when the read is done.
             with suppress(DevctxError):
@@ -263,4 +243,4 @@ class Copies:
             del there[copy], copy.value.copies[copy.device]
             there.nbytes -= copy.nbytes
             for use in copy.uses:
-                hold(use, copy.made)
+                hold(use, copy.whole)

@@ -82,7 +82,7 @@ class Spill:
         self,
         worker: Worker,
         limits: Mapping[Device, int | None],
-        copies: Copies | None,
+        copies: Copies,
         before: Spill | None,
         *,
         moved: Callable[[Value], object],
@@ -166,13 +166,11 @@ class Spill:
     def beside(self, device: Device) -> int:
         """Return the bytes of copies and of staging memory."""
         found = self.stagings[device].nbytes if device in self.stagings else 0
-        if self.copies is not None and device in self.copies.there:
-            found += self.copies.there[device].nbytes
-        return found
+        return found + self.copies.nbytes(device)
 
     def _free(self, account: Account, wanted: int) -> bool:
         """Drop copies, then spill; return whether anything went, or soon goes."""
-        dropped = 0 if self.copies is None else self.copies.drop(account.device, wanted)
+        dropped = self.copies.drop(account.device, wanted)
         if dropped >= wanted:
             return True
         if not account.spilling.acquire(blocking=False):  # another thread does it
@@ -260,12 +258,20 @@ class Spill:
             for value in values:
                 value.pins -= 1
 
+    @contextmanager
+    def pinned(self, value: Value, device: Device | None = None) -> Iterator[Any]:
+        """Give a value that stays on its device while this is open."""
+        found = self.pin(value, device)
+        try:
+            yield found
+        finally:
+            self.unpin([value])
+
     def read(self, value: Value) -> Any:
         """Return the value on its device, for any reader; its work on this thread comes after."""
-        found = self.pin(value, None)
-        if value.stamp is not None:
-            value.stamp.hold_back_readers()
-        self.unpin([value])
+        with self.pinned(value) as found:
+            if value.stamp is not None:
+                value.stamp.hold_back_readers()
         return found
 
     def to_send(self, value: Value, *, whole: bool) -> Any:
@@ -439,7 +445,7 @@ class Spill:
 
     def _restored(self, value: Value, device: Device | None) -> Any:
         """Return a value on a device. One thread restores it; others that need it wait."""
-        with value.restoring:
+        with value.moving:
             form, found = value.form, value.value
             if found is not AWAY:
                 return found
@@ -469,7 +475,7 @@ class Spill:
 
     def clear(self, device: Device, nbytes: int | None = None) -> int:
         """Free memory of a device that ran out: so many bytes of copies, or all not in use."""
-        freed = 0 if self.copies is None else self.copies.drop(device, nbytes)
+        freed = self.copies.drop(device, nbytes)
         if nbytes is None:
             freed += self.spill_all(device)
         release_held()
@@ -481,12 +487,9 @@ class Spill:
 
     def copied(self, value: Value) -> HostForm:
         """Return a host form of a value that is on its device, where it stays."""
-        whole = self.pin(value, None)
-        try:
+        with self.pinned(value) as whole:
             device, nbytes = next(iter(value.nbytes)), gain([value])
             return Copying([whole], nbytes, device, [value.work()], self.pool.take).finish()[0]
-        finally:
-            self.unpin([value])
 
     def drop_host_forms(self, nbytes: int) -> bool:
         """Give back host memory of values that are on their devices again."""
@@ -503,24 +506,19 @@ class Spill:
 
     # -- counts
 
-    def count(self, name: str, device: Device) -> int | None:
-        """Return one of the ``COUNTS`` of a device; None for a device without a limit."""
-        account = self.accounts.get(device)
-        if account is None:
-            return None
-        with self.lock:
-            self.accounts.settle()
-            return int(getattr(account.counts, name))
+    def counts(self, device: Device) -> dict[str, int]:
+        """Return the counts of a device, which only has those of copies without a limit."""
+        counts = {"copies": self.copies.nbytes(device)}
+        if device in self.accounts:
+            with self.lock:
+                self.accounts.settle()
+                counts |= vars(self.accounts[device].counts)
+        return counts
 
-    def used(self, device: Device) -> int:
-        """Return the bytes of a device that count towards its limit."""
-        with self.lock:
-            self.accounts.settle()
-            return self.accounts[device].used + self.beside(device)
-
-    def wait_for_results(self, device: Device) -> None:
-        """Wait a moment until dask has the results of a device's tasks that ended."""
-        account, until = self.accounts.get(device), monotonic() + _HANDED_S
+    def wait_for_all(self, device: Device) -> None:
+        """Wait for the copy ahead that is under way, and a moment until dask has all results."""
+        with self.copies.ahead:
+            account, until = self.accounts.get(device), monotonic() + _HANDED_S
         while account is not None and monotonic() < until:
             with self.lock:
                 self.accounts.settle()

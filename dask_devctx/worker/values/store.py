@@ -26,6 +26,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.worker import replaced_data, wrapped_handler
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer import Stamp, nbytes_by_device, release_held, walk
+from dask_devctx.transfer.traffic import TrafficCounts
 from dask_devctx.worker.values.accounting import limit_nbytes
 from dask_devctx.worker.values.copies import Copies
 from dask_devctx.worker.values.spill import Spill
@@ -60,11 +61,14 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
     __len__ = _dict.__len__
     __ne__ = object.__ne__  # the opposite of `Mapping.__eq__`; the dictionary's compares the notes
 
-    def __init__(self, data: MutableMapping[Any, Any], spill: Spill, copies: Copies | None) -> None:
+    def __init__(
+        self, data: MutableMapping[Any, Any], spill: Spill, *, moves_inputs: bool = True
+    ) -> None:
         super().__init__()
         self.raw: MutableMapping[Any, Any] = data
         self.spill = spill
-        self.copies = copies
+        self.copies = spill.copies
+        self.moves_inputs = moves_inputs
         self.open = True  # whether tasks resolve what they get
         # The values that tasks have made and dask is about to store, by key.
         self.made: dict[Hashable, Value] = {}
@@ -154,7 +158,7 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
             del self.raw[key]
         if value.__class__ is Value:
             value.released = True
-            if value.copies and self.copies is not None:
+            if value.copies:
                 self.copies.drop_later(value)
         elif self._on_host:
             self._on_host.discard(key)
@@ -287,8 +291,9 @@ def storing(
     worker: Worker,
     devices: Collection[Device],
     options: Options,
-    copies: Copies | None,
+    traffic: TrafficCounts,
     *,
+    is_alone_on: Callable[[Device], bool],
     takes_values: Callable[[str], bool],
     moved_bytes: Callable[[Device, int, float, bool], object],
     on_failure: Callable[[Device, DriverError], object],
@@ -312,6 +317,7 @@ def storing(
         if release_held() or store.open:
             worker.loop.call_later(_RELEASE_S, release)
 
+    copies = Copies(options.replica_limit, traffic, is_alone_on)
     spill = Spill(
         worker,
         {device: limit_nbytes(device, options.device_memory_limit) for device in devices},
@@ -321,7 +327,7 @@ def storing(
         moved_bytes=moved_bytes,
         on_failure=on_failure,
     )
-    store = Store(worker.data, spill, copies)
+    store = Store(worker.data, spill, moves_inputs=options.move_inputs)
     try:
         with (
             replaced_data(worker, store, unwrap),
@@ -329,9 +335,9 @@ def storing(
         ):
             spill.start()
             release()
-            if copies is not None:
-                copies.outlived = lambda: worker.loop.add_callback(release)
+            copies.outlived = lambda: worker.loop.add_callback(release)
             yield store
     finally:
         store.open = False
         spill.stop()
+        copies.close()

@@ -105,7 +105,7 @@ class Use:
         try:
             if self._devices:
                 self._before = note_devices(self._run.known)
-            if self._devices and store is not None and store.copies is not None:
+            if self._devices and store is not None and store.moves_inputs:
                 if may_hold_arrays(self.task):
                     self._bring_its_own()
                 if self.data:
@@ -141,7 +141,7 @@ class Use:
                     value.work().hold_back(one)
                 self._copies.append((value, whole))
                 continue
-            here = self.data[key] = store.copies.get(value, whole, device)  # type: ignore[union-attr]
+            here = self.data[key] = store.copies.get(value, whole, device)
             if here is not whole:
                 self._copies.append((value, here))
                 if key in self._pinned and device not in value.nbytes:
@@ -151,7 +151,7 @@ class Use:
     def returned(self, result: Any) -> Any:
         """Note the call's result: it counts from now on, in the place of the room for it."""
         store, devices, run = self._store, self._devices, self._run
-        if store is not None and devices and store.copies is not None:
+        if store is not None and devices and store.moves_inputs:
             found = walk.find(result.__class__)
             places: dict[Device, int] = {}
             if found is walk.LEAF:
@@ -194,7 +194,7 @@ class Use:
         if self._copies:  # it raised: its work on the devices may still run
             with suppress(DevctxError):  # the device failed; the call's own exception counts
                 work = Stamp.of_devices(devices)
-                self._store.copies.used(self._copies, devices[0], work)  # type: ignore[union-attr]
+                self._store.copies.used(self._copies, devices[0], work)
             self._copies = []
         if error is not None and devices and is_out_of_memory(error):
             spill.take_stock(error, devices[0])

@@ -43,8 +43,8 @@ class Value:
     """
 
     __slots__ = (
-        *("__weakref__", "copies", "entry", "exact", "form", "fresh", "key", "nbytes", "pins"),
-        *("released", "restoring", "spill", "stamp", "stays", "touched", "value"),
+        *("__weakref__", "copies", "entry", "exact", "form", "fresh", "key", "moving", "nbytes"),
+        *("pins", "released", "spill", "stamp", "stays", "touched", "value"),
     )
 
     def __init__(
@@ -66,7 +66,7 @@ class Value:
         self.touched = 0  # grows with each use
         self.pins = 0  # users that need it on its device
         self.fresh = False  # whether its task has returned it, and dask does not have it yet
-        self.restoring = threading.Lock()  # held by the thread that restores it
+        self.moving = threading.Lock()  # held by the thread that brings it to a device
         self.stays = False  # whether it cannot leave
         self.released = False  # by dask: its key may have another value, and no copy is kept
         self.copies: dict[Device, Any] = {}  # on other devices

@@ -45,7 +45,7 @@ def one_value(**how: Any) -> Iterator[tuple[Client, Future, Spill, Any, Value]]:
 
 
 def used(memory: Spill) -> int:
-    return memory.used(Device(0))
+    return memory.counts(Device(0))["held"]
 
 
 def total(value: Any) -> int:
@@ -80,7 +80,7 @@ def test_a_value_that_a_task_needs_while_it_is_copied_to_the_host_stays() -> Non
         assert memory.spill_all(Device(0)) == 0
         assert len(found) == 1
         assert used(memory) == nbytes
-        assert memory.count("spills", Device(0)) == 0
+        assert memory.counts(Device(0))["spills"] == 0
         faults.clear()
         found.clear()
         memory.unpin([kept])
@@ -143,12 +143,12 @@ def test_a_plugin_is_replaced_while_a_value_moves(leaves: bool) -> None:
         go_on.set()
         moving.join()
         assert client.submit(total, made, pure=False).result() == 16384
-        assert now.count("held", Device(0)) == 16384 * 8
-        assert now.count("spilled", Device(0)) == 0
+        assert now.counts(Device(0))["held"] == 16384 * 8
+        assert now.counts(Device(0))["spilled"] == 0
         made.release()
         poll_for(lambda: made.key not in worker.data, timeout=10)
         del kept
-        assert used(now) == now.count("spilled", Device(0)) == 0
+        assert used(now) == now.counts(Device(0))["spilled"] == 0
 
 
 steps: list[object] = []

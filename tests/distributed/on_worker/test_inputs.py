@@ -75,10 +75,10 @@ async def test_one_copy_is_shared_and_goes_with_its_key(
     assert await client.gather(tasks) == [(3,)] * 20
     ((copies, saved, nbytes),) = traffic(worker).values()
     assert (copies, saved, nbytes) == (1, 19, 800)
-    assert plugin.extension.copies.nbytes(Device(3)) == machine.gpus[3].used_memory == 800
+    assert plugin.extension.store.copies.nbytes(Device(3)) == machine.gpus[3].used_memory == 800
     x.release()
     # a thread drops it, once the key is gone
-    await async_poll_for(lambda: plugin.extension.copies.nbytes(Device(3)) == 0, timeout=10)
+    await async_poll_for(lambda: plugin.extension.store.copies.nbytes(Device(3)) == 0, timeout=10)
     assert x.key not in worker.data
 
 
@@ -124,7 +124,7 @@ async def test_a_cancelled_task_that_runs_late_leaves_no_copy(
     client: Client, worker: Worker, machine: SimulatedMachine
 ) -> None:
     """What it brings stands for a key that is gone, and is not taken for what comes after."""
-    replicas = worker.plugins["devctx"].extension.copies
+    replicas = worker.plugins["devctx"].extension.store.copies
     begun, go_on = threading.Event(), threading.Event()
     with dask.annotate(device=0):
         x = client.submit(make, 1.0, key="x")
@@ -290,7 +290,7 @@ async def test_a_copy_outlives_the_kernels_of_a_task(
     x.release()
     await until(lambda: not worker.state.tasks)
     gc.collect()
-    await until(lambda: worker.plugins["devctx"].extension.copies.nbytes(Device(1)) == 0)
+    await until(lambda: worker.plugins["devctx"].extension.store.copies.nbytes(Device(1)) == 0)
     assert machine.gpus[1].used_memory == 800
     pending[0] = False
     await until(lambda: machine.gpus[1].used_memory == 0)
