@@ -61,6 +61,7 @@ def there_and_back(library: str, nbytes: int) -> float:
     from distributed import get_worker
 
     from dask_devctx import Device
+    from dask_devctx.transfer import Stamp
     from dask_devctx.worker.values.host_form import Copying
 
     device = Device.current()
@@ -72,7 +73,7 @@ def there_and_back(library: str, nbytes: int) -> float:
         array[...] = 7 + turn
         clusters.sync(library)
         started = time.perf_counter()
-        (form,) = Copying([array], nbytes, device, [], pool.take).finish()
+        form = Copying(array, device, Stamp.of_devices([device]), pool.take).finish()
         back, stamp = form.on_device(device)
         while not stamp.done():
             pass

@@ -30,10 +30,10 @@ class Block(NamedTuple):
         if len(form.parts) != 1:
             return None
         # It was copied as an array of its own, or as all of its allocation.
-        block = form.parts[0][1]
+        part = form.parts[0]
         offsets = {self.allocated: self.offset, self.nbytes: 0}
-        at = offsets.get(block.nbytes)
-        return None if at is None else block.address + at
+        at = offsets.get(part.nbytes)
+        return None if at is None else part.pointer + at
 
 
 class Coming(NamedTuple):

@@ -223,7 +223,7 @@ def _packed(values: Mapping[Hashable, Any], device: Device, stamps: Collection[S
                 stamp.hold_back_readers()  # for copies that the packing makes
         for key, value in values.items():
             is_away = value.__class__ is Value
-            parcel = value.host_form().parcel() if is_away else pack(value, find)
+            parcel = value.host_form() if is_away else pack(value, find)
             if parcel.parts:
                 parcels[key] = parcel
     return parcels

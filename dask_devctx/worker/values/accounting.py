@@ -7,6 +7,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from operator import itemgetter
 from typing import Any, Final
 
@@ -70,8 +71,7 @@ class Account:
         self.reserved = 0  # for results, and for values on their way here
         self.spilling = threading.Lock()  # held by the thread that spills its values
         self.failed = False  # whether the device failed: nothing is spilled any more
-        # By the address of an allocation: its size, and the values in it.
-        self.blocks: dict[int, tuple[int, list[Entry]]] = {}
+        self.blocks: dict[Memory, list[Entry]] = {}  # the values in each allocation
 
     @property
     def used(self) -> int:
@@ -81,53 +81,50 @@ class Account:
     def reasons(self) -> dict[str, int]:
         """Return the bytes of the values that cannot be spilled now, by reason."""
         found: Counter[str] = Counter()
-        for nbytes, entries in self.blocks.values():
-            values = [value for entry in entries if (value := entry()) is not None]
+        for memory, entries in self.blocks.items():
+            values = [*_living(entries)]
             if any(value.pins or value.fresh for value in values):
-                found["in use by running tasks"] += nbytes
+                found["in use by running tasks"] += memory.nbytes
             elif kinds := {type(one.value).__qualname__ for one in values if one.stays}:
-                found[f"of types that cannot leave ({', '.join(sorted(kinds))})"] += nbytes
+                found[f"of types that cannot leave ({', '.join(sorted(kinds))})"] += memory.nbytes
         if self.reserved > 0:
             found["reserved for results, and for values on their way here"] = self.reserved
         return dict(found)
 
-    def values(self) -> Iterator[Value]:
-        """Yield the values, each once."""
-        entries = {id(one): one for _, some in self.blocks.values() for one in some}
-        for entry in entries.values():
-            if (value := entry()) is not None:
-                yield value
-
-    def group(self, value: Value) -> list[Value]:
-        """Return a value and all that share memory with it, directly or through others."""
-        group = {id(value): value}
-        for one in (more := [value]):
-            for memory in () if one.entry is None else one.entry.memories:
-                for entry in self.blocks.get(memory.base, (0, []))[1]:
-                    other = entry()
-                    if other is not None and id(other) not in group:
-                        group[id(other)] = other
-                        more.append(other)
-        return more
+    def values(self) -> dict[Value, None]:
+        """Return the values, each once."""
+        return dict.fromkeys(_living(chain.from_iterable(self.blocks.values())))
 
     def in_order(self, next_use: Callable[[Hashable], Any]) -> list[Value]:
         """Return the values that may be spilled, in order.
 
         First those that no known task needs, the least recently used first; then those whose task
-        runs last. Small values come after all others.
+        runs last. Small values come after all others. Values that share memory follow each other,
+        and stay if one of them stays.
         """
+        here = {memory: [*_living(entries)] for memory, entries in self.blocks.items()}
+        stays = {memory for memory, values in here.items() if not all(map(may_leave, values))}
         small = self.counts.limit * _SMALL
         idle: list[tuple[Any, int, Value]] = []
         needed, last = idle[:], idle[:]
-        for value in self.values():
-            if may_leave(value):
+        for value in dict.fromkeys(chain.from_iterable(here.values())):
+            if stays.isdisjoint(memories_of(value)):
                 use = next_use(value.key)
-                rest = last if gain([value]) < small else idle
+                rest = last if held_by(value) < small else idle
                 (rest if use is None else needed).append((use, value.touched, value))
         needed.sort(key=lambda one: one[:2], reverse=True)
         for some in (idle, last):
             some.sort(key=itemgetter(1))
-        return [value for *_, value in (*idle, *needed, *last)]
+        found: dict[Value, None] = {}
+        for *_, value in (*idle, *needed, *last):
+            if value not in found:
+                for memory in memories_of(value):
+                    found.update(dict.fromkeys(here[memory]))
+        return [*found]
+
+
+def _living(entries: Iterable[Entry]) -> Iterator[Value]:
+    return (value for entry in entries if (value := entry()) is not None)
 
 
 def may_leave(value: Value) -> bool:
@@ -135,10 +132,14 @@ def may_leave(value: Value) -> bool:
     return not (value.pins or value.fresh or value.stays or value.is_away)
 
 
-def gain(group: Iterable[Value]) -> int:
-    """Return the bytes of the allocations of a group."""
-    found = {m for value in group if value.entry is not None for m in value.entry.memories}
-    return sum(memory.nbytes for memory in found)
+def memories_of(value: Value) -> frozenset[Memory]:
+    """Return the allocations of a value that is counted."""
+    return frozenset() if value.entry is None else value.entry.memories
+
+
+def held_by(value: Value) -> int:
+    """Return the bytes of a value's allocations."""
+    return sum(memory.nbytes for memory in memories_of(value))
 
 
 class Accounts(dict[Device, Account]):
@@ -160,15 +161,10 @@ class Accounts(dict[Device, Account]):
         entry.away, entry.memories = None, under
         value.touched = next(numbers)
         for memory in under:
-            account = self.get(memory.device)
-            if account is None:
-                continue
-            block = account.blocks.get(memory.base)
-            if block is None:
-                account.blocks[memory.base] = memory.nbytes, [entry]
-                account.counts.held += memory.nbytes
-            else:
-                block[1].append(entry)
+            if (account := self.get(memory.device)) is not None:
+                if not (entries := account.blocks.setdefault(memory, [])):
+                    account.counts.held += memory.nbytes
+                entries.append(entry)
         if value.value is AWAY and (form := value.form) is not None and form.home in self:
             entry.away = form.home, form.nbytes
             self[form.home].counts.spilled += form.nbytes
@@ -185,11 +181,11 @@ class Accounts(dict[Device, Account]):
             entry.away = None
         for memory in entry.memories:
             if (account := self.get(memory.device)) is not None:
-                nbytes, entries = account.blocks[memory.base]
+                entries = account.blocks[memory]
                 entries.remove(entry)
                 if not entries:
-                    del account.blocks[memory.base]
-                    account.counts.held -= nbytes
+                    del account.blocks[memory]
+                    account.counts.held -= memory.nbytes
         entry.memories = frozenset()
 
 

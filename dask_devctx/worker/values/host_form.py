@@ -6,6 +6,7 @@ import ctypes
 import pickle
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from dask_devctx.cuda.device import Device
@@ -13,59 +14,51 @@ from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.transfer.events import Stamp, hold, is_captured
 from dask_devctx.transfer.ipc import lanes
 from dask_devctx.transfer.ipc.parcel import Parcel, Part, allocate, pack, unpack
+from dask_devctx.transfer.location import memory_of
 from dask_devctx.transfer.page_locked import HostBlock
 from dask_devctx.worker.comms.device_types import find, find_views, is_array
 
-# A part of a value: the library that allocates memory for it, its bytes, and the library's details.
-Description = tuple[str, int, Any]
-About = tuple[list[Description], int]
+# The kind and the details of each part, and the number of buffers.
+About = tuple[list[tuple[str, Any]], int]
 _POLL_S: Final = 1e-4
-# One view that is larger than this part of its allocation leaves with all of it.
+# A view that is larger than this part of its allocation leaves with all of it.
 _LARGE: Final = 0.5
 
 
-class HostForm:
-    """A value in host memory: a pickle, the host memory that is not in it, and its device memory.
+@dataclass(eq=False, kw_only=True)
+class HostForm(Parcel):
+    """A value packed in host memory: there are its ``parts``, which were on the device ``home``."""
 
-    Each of the ``parts`` was on the device ``home``: its description, and its bytes.
-    """
+    home: Device
 
-    def __init__(
-        self,
-        pickled: bytes,
-        buffers: Sequence[Any],
-        parts: Sequence[tuple[Description, HostBlock]],
-        home: Device,
-    ) -> None:
-        self.pickled = pickled
-        self.buffers = buffers
-        self.parts = parts
-        self.home = home
-        self.nbytes = sum(block.nbytes for _, block in parts)
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it has on a device."""
+        return sum(part.nbytes for part in self.parts)
 
     @property
     def host_nbytes(self) -> int:
         """The bytes of host memory."""
-        return self.nbytes + len(self.pickled) + sum(memoryview(b).nbytes for b in self.buffers)
+        return self.nbytes + len(self.pickled) + sum(buffer.nbytes for buffer in self.buffers)
 
     def on_device(self, device: Device) -> tuple[Any, Stamp]:
         """Return the value on a device, and the stamp of the copy; does not wait for it."""
         with device:
             memory, pointers = [], []
-            for (kind, nbytes, detail), _ in self.parts:
-                one, pointer = allocate(kind, nbytes, detail, device)
+            for part in self.parts:
+                one, pointer = allocate(part.kind, part.nbytes, part.detail, device)
                 memory.append(one)
                 pointers.append(pointer)
             lane = lanes.shared(device, "in")
             try:
                 # The libraries reuse memory that earlier work in their streams still reads.
                 lane.after_current_streams()
-                for pointer, (_, block) in zip(pointers, self.parts, strict=True):
-                    lane.copy_in(pointer, block.address, block.nbytes)
+                for pointer, part in zip(pointers, self.parts, strict=True):
+                    lane.copy_in(pointer, part.pointer, part.nbytes)
             finally:  # after an error, too, copies may be under way
                 stamp = Stamp({device: (lane.reached(),)})
                 hold(stamp, self, memory)
-            if any(description[0] == "jax" for description, _ in self.parts):
+            if any(part.kind == "jax" for part in self.parts):
                 wait_for(stamp)  # JAX does not reveal the streams that read it
             else:
                 stamp.hold_back(device)  # unpickling may compute
@@ -73,32 +66,25 @@ class HostForm:
 
     # -- to other processes, and to disk
 
-    def parcel(self) -> Parcel:
-        """Return the value, packed for another process of the machine."""
-        parts = [
-            Part(block.address, nbytes, kind, detail, block, on_host=True)
-            for (kind, nbytes, detail), block in self.parts
-        ]
-        return Parcel(self.pickled, [memoryview(buffer) for buffer in self.buffers], parts)
-
     @property
     def about(self) -> About:
         """What :meth:`of_frames` needs beside the frames."""
-        return [description for description, _ in self.parts], len(self.buffers)
+        return [(part.kind, part.detail) for part in self.parts], len(self.buffers)
 
     @property
     def frames(self) -> list[Any]:
         """The bytes of the value."""
-        return [self.pickled, *self.buffers, *(block.contents for _, block in self.parts)]
+        return [self.pickled, *self.buffers, *(part.owner.contents for part in self.parts)]
 
     @classmethod
     def of_frames(cls, about: About, frames: Sequence[Any], home: Device) -> HostForm:
         """Return a value that arrived as its frames."""
-        descriptions, n_buffers = about
+        kinds, n_buffers = about
         pickled, *rest = frames
-        blocks = map(block_of, rest[n_buffers:])
-        parts = [(tuple(one), block) for one, block in zip(descriptions, blocks, strict=True)]
-        return cls(bytes(pickled), rest[:n_buffers], parts, home)
+        parts = []
+        for (kind, detail), block in zip(kinds, map(block_of, rest[n_buffers:]), strict=True):
+            parts.append(Part(block.address, block.nbytes, kind, detail, block, on_host=True))
+        return cls(bytes(pickled), [memoryview(one) for one in rest[:n_buffers]], parts, home=home)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Be the value itself in another process."""
@@ -109,60 +95,46 @@ class HostForm:
 
 
 class Copying:
-    """Host forms of values on a device, one of each, whose copies are under way; finish or drop it.
+    """The host form of a value on a device, whose copies are under way; finish or drop it.
 
-    The values are copied after the work that makes them.
+    The value is copied after the work that makes it.
     """
 
     def __init__(
-        self,
-        values: Sequence[Any],
-        nbytes: int,
-        device: Device,
-        after: Sequence[Stamp],
-        take: Callable[[int], HostBlock],
+        self, value: Any, device: Device, after: Stamp, take: Callable[[int], HostBlock]
     ) -> None:
-        self._forms: list[HostForm] = []
-        self._packed: list[Parcel] = []  # may have memory that the copy reads
         # A piece of an array is a view, which holds all memory of the array that it was cut from.
         # If small pieces came back as such, a task that joins pieces of many arrays would need the
         # memory of all of them. So they leave as arrays of their own. The copies that make pieces
         # dense would spoil a graph that another thread captures.
-        most = -1.0 if is_captured(device) else nbytes * (_LARGE if len(values) == 1 else 1)
+        memory = memory_of(value) if is_array(value) else None
+        dense = memory is not None and value.nbytes <= memory.nbytes * _LARGE
+        dense = dense and value.dtype.names is None and not is_captured(device)
         with device:
-            for stamp in after:
-                stamp.hold_back_readers()  # for types that are pickled by their own code
-            for value in values:
-                if is_array(value) and value.nbytes <= most and value.dtype.names is None:
-                    try:
-                        self._pack(value, find, device, take)
-                        continue
-                    except Exception as error:
-                        if not is_out_of_memory(error):
-                            raise
-                self._pack(value, find_views, device, take)
+            after.hold_back_readers()  # for types that are pickled by their own code
+            try:
+                packed = pack(value, find if dense else find_views)
+            except Exception as error:
+                if not dense or not is_out_of_memory(error):
+                    raise
+                packed = pack(value, find_views)
+            self._packed: Parcel | None = packed  # may have memory that the copy reads
+            parts = []
             with lanes.taken(device) as self._lane:
-                for stamp in after:
-                    self._lane.after(stamp)
-                if any(parcel.gathered for parcel in self._packed):
+                self._lane.after(after)
+                if packed.gathered:
                     self._lane.after_current_streams()
-                for form, parcel in zip(self._forms, self._packed, strict=True):
-                    for part, (_, block) in zip(parcel.parts, form.parts, strict=True):
-                        self._lane.copy_out(block.address, part.pointer, part.nbytes)
+                for part in packed.parts:
+                    block = take(part.nbytes)
+                    self._lane.copy_out(block.address, part.pointer, part.nbytes)
+                    parts.append(replace(part, pointer=block.address, owner=block, on_host=True))
+        self._form = HostForm(packed.pickled, packed.buffers, parts, home=device)
 
-    def _pack(
-        self, value: Any, find: Any, device: Device, take: Callable[[int], HostBlock]
-    ) -> None:
-        packed = pack(value, find)
-        blocks = [(tuple(part.description), take(part.nbytes)) for part in packed.parts]
-        self._forms.append(HostForm(packed.pickled, packed.buffers, blocks, device))
-        self._packed.append(packed)
-
-    def finish(self) -> list[HostForm]:
-        """Return the host forms when their copies are done."""
+    def finish(self) -> HostForm:
+        """Return the host form when its copies are done."""
         lanes.finish(self._lane)
-        self._packed = []
-        return self._forms
+        self._packed = None
+        return self._form
 
     def drop(self) -> None:
         """Wait for the copies, whose result is not needed."""

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from time import monotonic, perf_counter, sleep
@@ -33,7 +33,7 @@ from dask_devctx.worker.values.accounting import (
     Account,
     Accounts,
     allocations,
-    gain,
+    held_by,
     may_leave,
     numbers,
 )
@@ -61,11 +61,11 @@ _NEED_INPUTS: Final = frozenset({"waiting", "ready", "constrained", "executing",
 
 
 class _Move(NamedTuple):
-    """Values that share memory and leave together, and their copies that are under way."""
+    """A value whose copy to the host is under way."""
 
-    values: list[Value]
-    nbytes: int
-    copying: Copying | None  # None if all have a host form that is still right
+    value: Value
+    nbytes: int  # of its allocations
+    copying: Copying
     begun_at: float
 
 
@@ -326,10 +326,18 @@ class Spill:
             while True:
                 more = freed + sum(move.nbytes for move in moving) < wanted and not account.failed
                 if values and more and len(moving) < _AT_A_TIME:
-                    if (move := self._begun(account, values.popleft(), moving)) is not None:
+                    value = values.popleft()
+                    if value.form is not None:  # it is still right
+                        freed += self._gone(account, value, value.form, for_retry)
+                    elif (move := self._begun(account, value)) is not None:
                         moving.append(move)
                 elif moving:
-                    freed += self._finished(account, moving[0], free_at, for_retry)
+                    value, _, copying, begun_at = moving[0]
+                    form = None
+                    with self._noting(account.device, value):
+                        form = copying.finish()
+                    took = perf_counter() - max(begun_at, free_at)
+                    freed += self._gone(account, value, form, for_retry, took)
                     free_at = perf_counter()
                     moving.popleft()
                     with self.lock:
@@ -341,8 +349,7 @@ class Spill:
             self._on_failure(account.device, error)
         finally:
             for move in moving:
-                if move.copying is not None:
-                    move.copying.drop()
+                move.copying.drop()
         return freed
 
     def _next_use(self, key: Hashable) -> Any:
@@ -354,52 +361,47 @@ class Spill:
         priorities = (dep.priority for dep in of_those if dep.state in _NEED_INPUTS)
         return min((one for one in priorities if one is not None), default=None)
 
-    def _begun(self, account: Account, value: Value, moving: Iterable[_Move]) -> _Move | None:
-        """Begin to copy a value and those that share its memory; None if they stay for now."""
+    def _begun(self, account: Account, value: Value) -> _Move | None:
+        """Begin to copy a value; return None if it stays for now."""
         begun_at = perf_counter()
         with self.lock:
-            values = account.group(value)
-            if any(value in move.values for move in moving) or not all(map(may_leave, values)):
+            if not may_leave(value):
                 return None
-            wholes, nbytes = [one.value for one in values], gain(values)
-        if all(one.form is not None for one in values):
-            return _Move(values, nbytes, None, begun_at)
-        with self._noting(account.device, values):
-            work = [one.work() for one in values]
-            copying = Copying(wholes, nbytes, account.device, work, self.pool.take)
-            return _Move(values, nbytes, copying, begun_at)
+            whole, nbytes = value.value, held_by(value)
+        with self._noting(account.device, value):
+            copying = Copying(whole, account.device, value.work(), self.pool.take)
+            return _Move(value, nbytes, copying, begun_at)
         return None
 
-    def _finished(self, account: Account, move: _Move, free_at: float, for_retry: bool) -> int:
-        """Let values go when they have been copied; return the bytes of those that went.
+    def _gone(
+        self,
+        account: Account,
+        value: Value,
+        form: HostForm | None,
+        for_retry: bool,
+        seconds: float | None = None,
+    ) -> int:
+        """Let a value go that is in host memory, too; return the bytes that this frees.
 
-        ``free_at`` is when the copy before was completed.
+        ``seconds`` are those of the copy, if there was one.
         """
-        values, nbytes, copying, begun_at = move
-        forms = [value.form for value in values]
-        if copying is not None:
-            forms = []
-            with self._noting(account.device, values):
-                forms += copying.finish()
         device, counts = account.device, account.counts
         with self.lock:
             # A task may need it now, or another plugin may have moved it.
-            if None in forms or not forms or not all(map(may_leave, values)):
+            if form is None or not may_leave(value):
                 return 0
-            wholes = [value.value for value in values]
-            for value, form in zip(values, forms, strict=True):
-                assert form is not None
-                assert value.spill is not None
-                form.home, value.form = device, form
-                value.value, value.nbytes, value.stamp = AWAY, {}, None
-                value.spill.accounts.count(value)  # another plugin may have taken it over
-            counts.spills += len(wholes)
-            counts.spilled_nbytes += nbytes
-            counts.spills_for_retries += len(wholes) if for_retry else 0
+            whole, before = value.value, counts.held
+            form.home, value.form = device, form
+            value.value, value.nbytes, value.stamp = AWAY, {}, None
+            value.spill.accounts.count(value)  # another plugin may have taken it over
+            freed = before - counts.held
+            counts.spills += 1
+            counts.spilled_nbytes += form.nbytes
+            counts.spills_for_retries += for_retry
             over = account.used + counts.spilled > counts.limit and not for_retry
-        wholes.clear()  # frees the memory
-        if copying is not None:
-            self._moved_bytes(device, nbytes, perf_counter() - max(begun_at, free_at), False)
+        del whole  # frees the memory
+        if seconds is not None:
+            self._moved_bytes(device, form.nbytes, seconds, False)
         if over and not self._told:
             self._told = True
             logger.warning(  # once: dask shows no lines of a lower level
@@ -409,13 +411,12 @@ class Spill:
                 device,
                 format_bytes(counts.limit),
             )
-        for value in values:
-            self._moved(value)
-        return nbytes
+        self._moved(value)
+        return freed
 
     @contextmanager
-    def _noting(self, device: Device, values: Sequence[Value]) -> Iterator[None]:
-        """Note that values stay if they cannot be copied, for now or for good."""
+    def _noting(self, device: Device, value: Value) -> Iterator[None]:
+        """Note that a value stays if it cannot be copied, for now or for good."""
         try:
             yield
         except Exception as error:
@@ -427,10 +428,7 @@ class Spill:
                     self._warned_at = monotonic()
                     logger.warning("a value cannot leave %s now", device, exc_info=error)
                 return
-            with self.lock:
-                for value in values:
-                    value.stays = True
-            kind = type(values[0].value)
+            value.stays, kind = True, type(value.value)
             if kind not in self._told_types:
                 self._told_types.add(kind)
                 logger.warning(
@@ -488,14 +486,14 @@ class Spill:
     def copied(self, value: Value) -> HostForm:
         """Return a host form of a value that is on its device, where it stays."""
         with self.pinned(value) as whole:
-            device, nbytes = next(iter(value.nbytes)), gain([value])
-            return Copying([whole], nbytes, device, [value.work()], self.pool.take).finish()[0]
+            device = next(iter(value.nbytes))
+            return Copying(whole, device, value.work(), self.pool.take).finish()
 
     def drop_host_forms(self, nbytes: int) -> bool:
         """Give back host memory of values that are on their devices again."""
         with self.lock:
             accounts = self.accounts.values()
-            both = [one for account in accounts for one in account.values() if one.form is not None]
+            both = [one for account in accounts for one in account.values() if one.form]
             freed = 0
             for value in sorted(both, key=lambda value: value.touched):
                 if freed >= nbytes or value.form is None or value.is_away:
