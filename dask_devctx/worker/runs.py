@@ -128,7 +128,7 @@ class Runs:
         inputs: list[Value] = []
         # Where there is no choice, inputs matter only if they can be moved ahead.
         choice = len(placement.devices) > 1
-        if dependencies and store is not None and (choice or store.spill.accounts):
+        if dependencies and store is not None and (choice or store.spill.open):
             inputs = store.values_of(map(_KEY, dependencies))
         if wanted is ANY_DEVICE and placement.only is not None:
             devices = placement.only

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -18,11 +19,6 @@ from dask_devctx.transfer.location import Memory, memories, memory_of
 from dask_devctx.worker.values.value import AWAY, Entry, Value
 
 _AUTO: Final = 0.8
-# Values are spilled when more than the first fraction of the limit is used, until the second is.
-_START: Final = 0.92
-_STOP: Final = 0.86
-# Host memory is page-locked ahead from here on.
-_PREPARE: Final = 0.5
 # Values below this fraction of the limit are spilled last: they gain little.
 _SMALL: Final = 1e-4
 # The objects of a value whose allocations are looked up: the worker's event loop may do it.
@@ -48,7 +44,7 @@ def limit_nbytes(device: Device, limit: float | str | None) -> int | None:
 class Counts:
     """The limit of a device, its bytes, and its moves since the start."""
 
-    limit: int
+    limit: int | None
     held: int = 0  # by all allocations of the values; each counts once
     spilled: int = 0  # bytes of values that left the device and are in host memory
     spills: int = 0
@@ -61,13 +57,11 @@ class Counts:
 class Account:
     """One device: its counts and the values there; guarded by the lock."""
 
-    def __init__(self, device: Device, limit: int, lock: threading.RLock) -> None:
+    def __init__(self, device: Device, limit: int | None, lock: threading.RLock) -> None:
         self.device = device
         self.counts = Counts(limit)
+        self.limit = math.inf if limit is None else limit
         self.changed = threading.Condition(lock)  # something is to be spilled, or was
-        self.prepare = int(limit * _PREPARE)
-        self.start = int(limit * _START)
-        self.stop = int(limit * _STOP)
         self.reserved = 0  # for results, and for values on their way here
         self.spilling = threading.Lock()  # held by the thread that spills its values
         self.failed = False  # whether the device failed: nothing is spilled any more
@@ -104,7 +98,7 @@ class Account:
         """
         here = {memory: [*_living(entries)] for memory, entries in self.blocks.items()}
         stays = {memory for memory, values in here.items() if not all(map(may_leave, values))}
-        small = self.counts.limit * _SMALL
+        small = self.limit * _SMALL
         idle: list[tuple[Any, int, Value]] = []
         needed, last = idle[:], idle[:]
         for value in dict.fromkeys(chain.from_iterable(here.values())):
@@ -143,10 +137,10 @@ def held_by(value: Value) -> int:
 
 
 class Accounts(dict[Device, Account]):
-    """The accounts of a worker's devices; empty without a limit. Use them with the lock held."""
+    """The accounts of a worker's devices. Use them with the lock held."""
 
-    def __init__(self, limits: Iterable[tuple[Device, int]], lock: threading.RLock) -> None:
-        super().__init__((device, Account(device, nbytes, lock)) for device, nbytes in limits)
+    def __init__(self, limits: Mapping[Device, int | None], lock: threading.RLock) -> None:
+        super().__init__((one, Account(one, limit, lock)) for one, limit in limits.items())
         self.ended: deque[Entry] = deque()  # values whose bytes are still counted
 
     def count(self, value: Value, under: frozenset[Memory] = frozenset()) -> None:

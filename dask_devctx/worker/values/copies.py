@@ -210,7 +210,7 @@ class Copies:
             for copy in list(value.copies.values()):
                 self._remove(copy)
 
-    def drop(self, device: Device, nbytes: int | None = None) -> int:
+    def drop(self, device: Device, nbytes: float | None = None) -> int:
         """Drop copies on a device, the least recently used ones first, and return their bytes.
 
         With ``nbytes``, this ends when so much is dropped, and those made ahead of a task stay.
@@ -232,10 +232,6 @@ class Copies:
         if dropped or nbytes is None:
             release_held()
         return dropped
-
-    def nbytes(self, device: Device) -> int:
-        """Return the bytes of the copies that are kept on a device."""
-        return self.there[device].nbytes
 
     def _remove(self, copy: Copy) -> None:
         there = self.there[copy.device]

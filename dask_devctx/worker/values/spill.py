@@ -44,6 +44,11 @@ from dask_devctx.worker.values.value import AWAY, Value
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+# Values are spilled when more than the first fraction of the limit is used, until the second is.
+_START: Final = 0.92
+_STOP: Final = 0.86
+# Host memory is page-locked ahead from here on.
+_PREPARE: Final = 0.5
 # The next copy runs while the thread completes the one before.
 _AT_A_TIME: Final = 2
 _LOOK_S: Final = 0.5
@@ -90,12 +95,11 @@ class Spill:
         on_failure: Callable[[Device, DriverError], object],
     ) -> None:
         self.lock: threading.RLock = threading.RLock() if before is None else before.lock
-        self.on_disk = False  # whether values went to disk
         # The bytes that a task of a prefix has made last, and that the next one will probably make.
         self.expected: dict[str, int] = {}
-        known = {device: nbytes for device, nbytes in limits.items() if nbytes is not None}
-        self.accounts = Accounts(known.items(), self.lock)
+        self.accounts = Accounts(limits, self.lock)
         self.copies = copies
+        known = [nbytes for nbytes in limits.values() if nbytes is not None]
         self.open = bool(known)  # whether values are spilled
         self.stagings: Mapping[Device, Staging] = {}  # beside the values
         self._worker = worker
@@ -109,13 +113,13 @@ class Spill:
         self.pool = PageLockedPool(
             next(iter(limits)),
             int(_PAGE_LOCKED * limit) if known else 0,
-            slab=min(max(known.values(), default=0) // 16, 256 * 2**20),
+            slab=min(max(known, default=0) // 16, 256 * 2**20),
             make_room=self.drop_host_forms,
         )
 
     def start(self) -> None:
         """Start the threads that spill ahead."""
-        for account in self.accounts.values():
+        for account in self.accounts.values() if self.open else ():
             name = f"devctx-memory-{account.device}"
             threading.Thread(
                 target=self._keep_below, args=[account], name=name, daemon=True
@@ -136,16 +140,13 @@ class Spill:
 
         Returns whether they are within the limit: if nothing can be spilled, they are beyond it.
         """
-        account = self.accounts.get(device)
-        if account is None:
-            return True
+        account = self.accounts[device]
         with self.lock:
             if self.accounts.ended:
                 self.accounts.settle()
             account.reserved += nbytes
         while True:
-            over = account.counts.held + account.reserved - account.counts.limit
-            over += self.beside(device)
+            over = account.counts.held + account.reserved + self.beside(device) - account.limit
             if over <= 0:
                 return True
             if not wait:
@@ -154,10 +155,8 @@ class Spill:
 
     def give_room(self, device: Device, nbytes: int) -> None:
         """Undo a reservation."""
-        account = self.accounts.get(device)
-        if account is not None:
-            with self.lock:
-                account.reserved -= nbytes
+        with self.lock:
+            self.accounts[device].reserved -= nbytes
 
     def allocated(self, device: Device, nbytes: int, allocate: Callable[[], T]) -> T:
         """Return what a function allocates; out of memory, more is freed and it is called again."""
@@ -166,9 +165,9 @@ class Spill:
     def beside(self, device: Device) -> int:
         """Return the bytes of copies and of staging memory."""
         found = self.stagings[device].nbytes if device in self.stagings else 0
-        return found + self.copies.nbytes(device)
+        return found + self.copies.there[device].nbytes
 
-    def _free(self, account: Account, wanted: int) -> bool:
+    def _free(self, account: Account, wanted: float) -> bool:
         """Drop copies, then spill; return whether anything went, or soon goes."""
         dropped = self.copies.drop(account.device, wanted)
         if dropped >= wanted:
@@ -184,54 +183,39 @@ class Spill:
 
     def spill_all(self, device: Device) -> int:
         """Spill all values that are not in use from a device that ran out of memory; waits."""
-        account = self.accounts.get(device)
-        if account is None or not self.open:
+        account = self.accounts[device]
+        if not self.open:
             return 0
         with account.spilling:
-            freed = self._leave(account, account.counts.limit, for_retry=True)
+            freed = self._leave(account, account.limit, for_retry=True)
         release_held()
         return freed
 
     # -- values that come and go
 
     def add(self, value: Value) -> None:
-        """Count a value on devices from now on."""
-        value.spill = self
-        if not self.accounts:
-            return
-        value.stays = len(value.nbytes) > 1 or next(iter(value.nbytes)) not in self.accounts
-        under = allocations(value.value, value.nbytes)
+        """Count a value from now on: a new one, one from disk, or one of the spill before."""
         with self.lock:
-            self.accounts.count(value, under)
+            if value.spill is self:
+                return
+            value.spill, value.entry = self, None
+            if value.value is AWAY:
+                assert value.form is not None
+                if value.form.home not in self.accounts:
+                    value.form.home = next(iter(self.accounts))
+                self.accounts.count(value)
+                return
+            value.stays = len(value.nbytes) > 1 or next(iter(value.nbytes)) not in self.accounts
+            self.accounts.count(value, allocations(value.value, value.nbytes))
             for device in value.nbytes:
                 account = self.accounts.get(device)
-                if account and account.counts.held + account.reserved > account.start:
+                if account and account.counts.held + account.reserved > account.limit * _START:
                     account.changed.notify_all()
-
-    def adopt(self, value: Value) -> None:
-        """Count a value in host memory that was read from disk, or arrived so."""
-        with self.lock:
-            if value.spill is None and value.form is not None:
-                if self.accounts and value.form.home not in self.accounts:
-                    value.form.home = next(iter(self.accounts))
-                value.spill = self
-                self.accounts.count(value)
-
-    def take_over(self, value: Value) -> None:
-        """Count a value that another spill has counted."""
-        with self.lock:
-            under = frozenset() if value.entry is None else value.entry.memories
-            value.spill, value.entry = self, None
-            if self.accounts and not value.is_away:
-                under = under or allocations(value.value, value.nbytes)
-            self.accounts.count(value, under)
 
     # -- readers
 
     def pin_if_here(self, value: Value) -> Any:
         """Return a value that is on its device, pinned; or ``AWAY``, not pinned. Never waits."""
-        if value.spill is None:
-            self.adopt(value)
         with self.lock:
             value.touched = next(numbers)
             value.pins += value.value is not AWAY
@@ -274,18 +258,6 @@ class Spill:
                 value.stamp.hold_back_readers()
         return found
 
-    def to_send(self, value: Value, *, whole: bool) -> Any:
-        """Return a value on its device; or else a stand-in that is the value in another process.
-
-        ``whole`` gives the :class:`Value` itself, for a process that keeps it in host memory.
-        """
-        with self.lock:
-            value.touched = next(numbers)
-            if value.is_away:
-                assert value.form is not None
-                return value if whole else value.form
-            return value.value
-
     # -- the threads
 
     def _keep_below(self, account: Account) -> None:
@@ -298,13 +270,13 @@ class Spill:
             with self.lock:
                 self.accounts.settle()
                 used = account.used + self.beside(account.device)
-                wanted = used - account.stop if used > account.start else 0
+                wanted = used - account.limit * _STOP if used > account.limit * _START else 0
                 if not wanted:
                     account.changed.wait(_LOOK_S)
             try:
                 if wanted and not self._free(account, wanted):
                     sleep(_STUCK_S)
-                if account.used > account.prepare and self.open:
+                if account.used > account.limit * _PREPARE and self.open:
                     self.pool.grow_ahead()
             except Exception:
                 logger.warning("no values left %s", account.device, exc_info=True)
@@ -312,7 +284,7 @@ class Spill:
 
     # -- to the host
 
-    def _leave(self, account: Account, wanted: int, *, for_retry: bool = False) -> int:
+    def _leave(self, account: Account, wanted: float, *, for_retry: bool = False) -> int:
         """Spill values of so many bytes, others in the place of one that fails; return the bytes.
 
         Only the thread that has ``account.spilling`` may call it.
@@ -398,7 +370,7 @@ class Spill:
             counts.spills += 1
             counts.spilled_nbytes += form.nbytes
             counts.spills_for_retries += for_retry
-            over = account.used + counts.spilled > counts.limit and not for_retry
+            over = account.used + counts.spilled > account.limit and not for_retry
         del whole  # frees the memory
         if seconds is not None:
             self._moved_bytes(device, form.nbytes, seconds, False)
@@ -409,7 +381,7 @@ class Spill:
                 "back before their tasks (device_memory_limit). report(client).devices counts them",
                 self._worker.name,
                 device,
-                format_bytes(counts.limit),
+                format_bytes(account.limit),
             )
         self._moved(value)
         return freed
@@ -463,9 +435,9 @@ class Spill:
                     value.spill.accounts.count(value, under)
                     if not _stays_right(whole):
                         value.form = None
-                    if (account := self.accounts.get(device)) is not None:
-                        account.counts.unspills += 1
-                        account.counts.unspilled_nbytes += form.nbytes
+                    counts = self.accounts[device].counts
+                    counts.unspills += 1
+                    counts.unspilled_nbytes += form.nbytes
             finally:
                 self.give_room(device, form.nbytes)
         self._moved(value)
@@ -504,37 +476,33 @@ class Spill:
 
     # -- counts
 
-    def counts(self, device: Device) -> dict[str, int]:
-        """Return the counts of a device, which only has those of copies without a limit."""
-        counts = {"copies": self.copies.nbytes(device)}
-        if device in self.accounts:
-            with self.lock:
-                self.accounts.settle()
-                counts |= vars(self.accounts[device].counts)
-        return counts
+    def counts(self, device: Device) -> dict[str, int | None]:
+        """Return the counts of a device."""
+        with self.lock:
+            self.accounts.settle()
+            copies = {"copies": self.copies.there[device].nbytes}
+            return vars(self.accounts[device].counts) | copies
 
     def wait_for_all(self, device: Device) -> None:
         """Wait for the copy ahead that is under way, and a moment until dask has all results."""
         with self.copies.ahead:
-            account, until = self.accounts.get(device), monotonic() + _HANDED_S
-        while account is not None and monotonic() < until:
+            until = monotonic() + _HANDED_S
+        while monotonic() < until:
             with self.lock:
                 self.accounts.settle()
-                if not any(value.fresh for value in account.values()):
+                if not any(value.fresh for value in self.accounts[device].values()):
                     return
             sleep(_POLL_S)
 
     def take_stock(self, error: BaseException, device: Device) -> None:
         """Note with an error why values cannot leave a device whose memory just ran out."""
-        account = self.accounts.get(device)
-        if account is not None:
-            with self.lock, suppress(AttributeError):
-                error._devctx_stayed = account.reasons()  # type: ignore[attr-defined]
+        with self.lock, suppress(AttributeError):
+            error._devctx_stayed = self.accounts[device].reasons()  # type: ignore[attr-defined]
 
     def stock(self, error: BaseException, device: Device) -> tuple[int | None, dict[str, int]]:
         """Return a device's limit, and the bytes that could not leave at an error, by reason."""
-        account = self.accounts.get(device)
-        if account is None:
+        account = self.accounts[device]
+        if account.counts.limit is None:
             return None, {}
         with self.lock:
             stayed = dict(getattr(error, "_devctx_stayed", None) or account.reasons())

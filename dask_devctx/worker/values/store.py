@@ -27,7 +27,7 @@ from dask_devctx.dask_internals.worker import replaced_data, wrapped_handler
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer import Stamp, nbytes_by_device, release_held, walk
 from dask_devctx.transfer.traffic import TrafficCounts
-from dask_devctx.worker.values.accounting import limit_nbytes
+from dask_devctx.worker.values.accounting import limit_nbytes, numbers
 from dask_devctx.worker.values.copies import Copies
 from dask_devctx.worker.values.spill import Spill
 from dask_devctx.worker.values.value import AWAY, Value
@@ -83,7 +83,7 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
         if isinstance(data, Store):
             for value in [*_dict.values(self), *self._in_memory.values()]:
                 if value.__class__ is Value:
-                    spill.take_over(value)
+                    spill.add(value)
             return
         _dict.update(self, dict.fromkeys(data, _IN_RAW))
         for key, whole in list(self._in_memory.items()):
@@ -103,7 +103,7 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
             else:
                 self.raw[value.key] = whole
                 _dict.__setitem__(self, value.key, _IN_RAW)
-        on_disk = self.spill.on_disk and len(getattr(self.raw, "slow", ()))
+        on_disk = len(getattr(self.raw, "slow", ()))  # some may be of devices
         away = any(value.__class__ is Value for value in self._in_memory.values())
         return self if self.on_devices() or on_disk or away else self.raw
 
@@ -120,9 +120,13 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
             if value.__class__ is not Value:
                 return value
         if value.spill is None:  # read from disk
-            self.spill.adopt(value)
+            self.spill.add(value)
         if sending := _SENDING.get():
-            return self.spill.to_send(value, whole=sending == "values")
+            with self.spill.lock:
+                value.touched = next(numbers)
+                if value.value is not AWAY:
+                    return value.value
+                return value if sending == "values" else value.form
         if self.open and sys._getframe(1).f_code is _EXECUTE:
             return value
         return self.spill.read(value)
@@ -131,7 +135,7 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
         if key in self:
             del self[key]
         if whole.__class__ is Value:  # it comes from another worker, in host memory
-            self.spill.adopt(whole)
+            self.spill.add(whole)
             if not self._shows:
                 _dict.__setitem__(self, key, whole)
                 return
@@ -215,7 +219,7 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
         if value.__class__ is not Value:
             value = self._in_memory.get(key)
             if value.__class__ is Value and value.spill is None:
-                self.spill.adopt(value)
+                self.spill.add(value)
         return value
 
     def values_of(self, keys: Iterable[Hashable]) -> list[Value]:

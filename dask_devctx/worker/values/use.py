@@ -173,7 +173,7 @@ class Use:
                 value = run.made = Value(run.key, result, places, work)
                 value.fresh = True
                 store.spill.add(value)
-                if store.spill.accounts:
+                if store.spill.open:
                     store.spill.expected[run.prefix] = places.get(devices[0], 0)
             elif found is not None:
                 run.made = Value(run.key, result, {})  # so that it is not looked up again

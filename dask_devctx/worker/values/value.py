@@ -116,8 +116,6 @@ class Value:
 @dask_serialize.register(Value)  # type: ignore[untyped-decorator]
 def _to_disk(value: Value) -> tuple[dict[str, Any], list[Any]]:
     form = value.host_form()
-    if value.spill is not None:
-        value.spill.on_disk = True
     return {"value": pickle.dumps((value.key, form.about, form.home.uuid))}, form.frames
 
 

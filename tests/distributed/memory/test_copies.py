@@ -56,7 +56,7 @@ def test_the_one_not_used_for_longest_goes_first(machine: SimulatedMachine) -> N
     a, b, c = (value(array()) for _ in "abc")
     for one in (a, b, a, c):
         get(copies, one, 1)
-    assert copies.nbytes(Device(1)) == used(machine, 1) == 16_000
+    assert copies.there[Device(1)].nbytes == used(machine, 1) == 16_000
     assert (list(a.copies), list(b.copies)) == ([Device(1)], [])
     copies.close()
 

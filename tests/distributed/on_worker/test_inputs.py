@@ -48,6 +48,12 @@ def where(*arrays: SimulatedArray) -> tuple[int, ...]:
     return tuple(array.device.device_id for array in arrays)
 
 
+def copied_to(worker: Worker, device: int) -> int:
+    """The bytes of the copies that are kept on a device."""
+    nbytes: int = worker.data.spill.counts(Device(device))["copies"]  # type: ignore[attr-defined]
+    return nbytes
+
+
 def traffic(worker: Worker) -> dict[tuple[int, int], tuple[int, int, int]]:
     """Copies, saved copies and bytes by the devices' ordinals."""
     return {
@@ -65,7 +71,6 @@ async def test_one_copy_is_shared_and_goes_with_its_key(
     client: Client, worker: Worker, machine: SimulatedMachine
 ) -> None:
     """Many ask for it while it is made."""
-    plugin = worker.plugins["devctx"]
     with dask.annotate(device=0):
         x = client.submit(make, pure=False)
         await x
@@ -75,10 +80,10 @@ async def test_one_copy_is_shared_and_goes_with_its_key(
     assert await client.gather(tasks) == [(3,)] * 20
     ((copies, saved, nbytes),) = traffic(worker).values()
     assert (copies, saved, nbytes) == (1, 19, 800)
-    assert plugin.extension.store.copies.nbytes(Device(3)) == machine.gpus[3].used_memory == 800
+    assert copied_to(worker, 3) == machine.gpus[3].used_memory == 800
     x.release()
     # a thread drops it, once the key is gone
-    await async_poll_for(lambda: plugin.extension.store.copies.nbytes(Device(3)) == 0, timeout=10)
+    await async_poll_for(lambda: copied_to(worker, 3) == 0, timeout=10)
     assert x.key not in worker.data
 
 
@@ -124,7 +129,6 @@ async def test_a_cancelled_task_that_runs_late_leaves_no_copy(
     client: Client, worker: Worker, machine: SimulatedMachine
 ) -> None:
     """What it brings stands for a key that is gone, and is not taken for what comes after."""
-    replicas = worker.plugins["devctx"].extension.store.copies
     begun, go_on = threading.Event(), threading.Event()
     with dask.annotate(device=0):
         x = client.submit(make, 1.0, key="x")
@@ -139,7 +143,7 @@ async def test_a_cancelled_task_that_runs_late_leaves_no_copy(
     go_on.set()
     await until(lambda: "late" not in worker.state.tasks)
     assert traffic(worker) == {(0, 1): (1, 0, 800)}
-    assert replicas.nbytes(Device(1)) == 0
+    assert copied_to(worker, 1) == 0
     with dask.annotate(device=0):
         x = client.submit(make, 2.0, key="x")
     with dask.annotate(device=1):
@@ -290,7 +294,7 @@ async def test_a_copy_outlives_the_kernels_of_a_task(
     x.release()
     await until(lambda: not worker.state.tasks)
     gc.collect()
-    await until(lambda: worker.plugins["devctx"].extension.store.copies.nbytes(Device(1)) == 0)
+    await until(lambda: copied_to(worker, 1) == 0)
     assert machine.gpus[1].used_memory == 800
     pending[0] = False
     await until(lambda: machine.gpus[1].used_memory == 0)
