@@ -12,8 +12,10 @@ from copy import copy
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar, Final
+from weakref import WeakKeyDictionary
 
 from distributed import Status, Worker
+from distributed import worker as worker_module
 from distributed.core import error_message
 from distributed.protocol import core, pickle
 from distributed.worker import get_data_from_worker
@@ -25,7 +27,7 @@ from distributed.worker_state_machine import (
 
 from dask_devctx.dask_internals.worker import replaced
 
-Connect = Callable[..., Awaitable[Any]]
+_lock = threading.Lock()
 
 # While a worker gathers the inputs of tasks: the errors of the values that cannot be read.
 UNREAD: Final[ContextVar[dict[Hashable, Exception] | None]] = ContextVar(
@@ -33,11 +35,27 @@ UNREAD: Final[ContextVar[dict[Hashable, Exception] | None]] = ContextVar(
 )
 
 
-def wrapped_connect(
-    worker: Worker, wrap: Callable[[Connect], Connect]
-) -> AbstractContextManager[None]:
-    """While it is open, a wrapper makes a worker's connections to other workers."""
-    return replaced(vars(worker.rpc), "connect", wrap(worker.rpc.connect))
+_asking: WeakKeyDictionary[Any, Callable[..., Awaitable[Any]]] = WeakKeyDictionary()
+
+
+@contextmanager
+def asking_by(worker: Worker, ask: Callable[..., Awaitable[Any]]) -> Iterator[None]:
+    """While it is open, a function asks other workers for a worker's values in dask's place."""
+    with _lock:
+        _asking[worker.rpc] = ask
+        worker_module.get_data_from_worker = _ask
+    try:
+        yield
+    finally:
+        with _lock:
+            if _asking.get(worker.rpc) is ask:
+                del _asking[worker.rpc]
+            if not _asking:
+                worker_module.get_data_from_worker = get_data_from_worker
+
+
+def _ask(rpc: Any, *args: Any, **kwargs: Any) -> Any:
+    return _asking.get(rpc, get_data_from_worker)(rpc, *args, **kwargs)
 
 
 @contextmanager
@@ -71,7 +89,7 @@ async def data_of(
     worker: Worker, address: str, keys: Sequence[Hashable], who: str | None
 ) -> Mapping[Hashable, Any]:
     """Return values of another worker, without those that it cannot send or does not have."""
-    answer = await get_data_from_worker(worker.rpc, keys=keys, worker=address, who=who)
+    answer = await _ask(worker.rpc, keys=keys, worker=address, who=who)
     found: Mapping[Hashable, Any] = answer.get("data", {})
     return found
 
@@ -162,7 +180,6 @@ def _waiting_error(state: WorkerState, ts: Any, *error: Any, stimulus_id: str) -
 
 # The module of a task's class is the first name in its pickle.
 _OF_A_TASK: Final = b"dask._task_spec"
-_lock = threading.Lock()
 _users: list[Callable[[BaseException], bool]] = []
 
 

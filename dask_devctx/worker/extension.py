@@ -30,8 +30,9 @@ from dask_devctx.worker.functions import functions_of_clients
 from dask_devctx.worker.metrics.history import remembering
 from dask_devctx.worker.metrics.prometheus import exposed
 from dask_devctx.worker.metrics.record import Record
-from dask_devctx.worker.peers import PeerTransfers
-from dask_devctx.worker.peers.connections import SAYS
+from dask_devctx.worker.peers import exchanging
+from dask_devctx.worker.peers.transfers import PeerTransfers
+from dask_devctx.worker.peers.transport import SAYS
 from dask_devctx.worker.placement.admission import Admission
 from dask_devctx.worker.placement.placement import Placement
 from dask_devctx.worker.placement.policy import start_soonest
@@ -99,16 +100,15 @@ class DeviceExtension:
             self.peers = PeerTransfers(
                 worker,
                 used,
+                options,
+                self.limits,
                 lambda: self.store,
                 traffic,
-                staging=options.ipc_staging,
-                limits=self.limits,
-                use=options.ipc,
                 make_room=self._make_room,
                 on_failure=self.monitor.noticed_between,
                 has_failed=self.monitor.has_failed,
             )
-            steps.callback(self.peers.close)
+            steps.enter_context(exchanging(self.peers))
             steps.enter_context(exposed(self.record, self.monitor, traffic.rows))
             if used:
                 self.store = steps.enter_context(

@@ -1,21 +1,29 @@
-"""Values from another worker of this machine: they are read from its staging memory."""
+"""Values from another worker: each answer is completed, from its staging memory."""
 
 from __future__ import annotations
 
+import logging
 import pickle
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from distributed.comm import CommClosedError
+from distributed.core import clean_exception
 from distributed.protocol.serialize import register_serialization_family
 
-from dask_devctx.cuda.out_of_memory import allocated, is_out_of_memory
-from dask_devctx.dask_internals.connections import UNREAD
+from dask_devctx.cuda.out_of_memory import allocated, clear_frames, is_out_of_memory
+from dask_devctx.dask_internals.connections import UNREAD, data_of
 from dask_devctx.errors import DevctxError, DriverError
 from dask_devctx.transfer.ipc.parcel import Header, unpack
 from dask_devctx.transfer.ipc.receiving import Receiving
-from dask_devctx.worker.peers.local import FAMILY, QUICK_NBYTES, Local
+from dask_devctx.worker.peers.transfers import FAMILY, QUICK_NBYTES, PeerTransfers
+from dask_devctx.worker.peers.transport import SAYS
+
+logger = logging.getLogger(__name__)
+
+Message = dict[str, Any]
 
 
 class ReadThroughHostError(CommClosedError):  # type: ignore[misc]
@@ -43,7 +51,82 @@ def register() -> None:
     register_serialization_family(FAMILY, None, Arriving)
 
 
-async def complete(local: Local, address: str, msg: dict[str, Any]) -> None:
+async def ask(
+    local: PeerTransfers,
+    rpc: Any,
+    keys: Collection[Hashable],
+    worker: str,
+    *,
+    who: str | None = None,
+    serializers: Any = None,
+    deserializers: Any = None,
+) -> Message:
+    """Return another worker's answer to a request for values, with all that it staged.
+
+    If the answer cannot be completed, its connection is closed.
+    """
+    # dask returns a connection to its pool also if an answer on it could not be read. But the other
+    # side still waits for the confirmation: it takes the next request for this confirmation, and
+    # both sides wait without end.
+    request = {"op": "get_data", "keys": keys, "who": who, "reply": True}
+    said, store = local.transport.says(worker), local.store()
+    # Values for devices may arrive in host memory where they have limits.
+    if who and (said or (store is not None and store.spill.accounts)):
+        request["who"] = f"{who}{SAYS}{said}"
+    if deserializers := deserializers or rpc.deserializers:
+        request["serializers"] = deserializers
+    local.under_way += 1
+    try:
+        comm = await rpc.connect(worker)
+        try:
+            await comm.write(request, serializers=serializers or rpc.serializers, on_error="raise")
+            msg: Message = await comm.read(deserializers=deserializers)
+            if msg["status"] == "OK":
+                await _complete(local, worker, msg)
+                with suppress(CommClosedError):  # a sender that is gone does not wait for this
+                    await comm.write("OK")
+            elif msg["status"] == "uncaught-error":
+                raise _could_not_be_sent(worker, msg)
+            return msg
+        except BaseException as error:
+            # If a pickle is too short, dask takes its end for the end of the connection.
+            too_short = comm.closed() and isinstance(error.__context__, EOFError)
+            again = isinstance(error, ReadThroughHostError) and not comm.closed()
+            is_lost = isinstance(error, CommClosedError) or comm.closed()
+            comm.abort()  # the rest of the answer is not read
+            if not isinstance(error, Exception) or (is_lost and not (too_short or again)):
+                raise
+            failure: Any = error.__context__ if too_short else error
+        finally:
+            rpc.reuse(worker, comm)
+        if not again:
+            logger.warning("an answer from %s could not be read", worker, exc_info=failure)
+            if UNREAD.get() is None:  # no task asked
+                raise failure
+        clear_frames(failure)
+        data: dict[Hashable, Any] = {}
+        if len(keys) == 1 and not again:
+            _could_not_be_read(next(iter(keys)), failure, worker, failed=local.has_failed())
+        else:  # where some cannot be read, each by itself, to find those
+            for some in [list(keys)] if again else [[key] for key in keys]:
+                data.update(await data_of(local.worker, worker, some, who))
+        return {"status": "OK", "data": data}
+    except Exception as error:
+        clear_frames(error)  # dask's log keeps the error: not what had arrived of the values
+        raise
+    finally:
+        local.under_way -= 1
+
+
+def _could_not_be_sent(address: str, msg: Message) -> Any:
+    """Return the error of a worker that was asked; what a device there raised passes."""
+    _, error, _ = clean_exception(**msg)
+    if isinstance(error, DriverError) and not is_out_of_memory(error):
+        return CommClosedError(f"{address} could not send values: {error}")
+    return error or CommClosedError(f"{address} could not send values")
+
+
+async def _complete(local: PeerTransfers, address: str, msg: Message) -> None:
     """Put the values of another worker's answer together.
 
     Raise `ReadThroughHostError` if they are to be asked for again, and `CommClosedError` if a
@@ -85,20 +168,21 @@ async def complete(local: Local, address: str, msg: dict[str, Any]) -> None:
             raise CommClosedError(text) from error
         else:
             reason = f"its memory cannot be {'opened' if opening else 'read'}: {error}"
-            await local.refuse(address, reason, passes=no_memory)
+            local.transport.refuse(address, reason, passes=no_memory)
+            await local.close_memory_of(address)
             raise ReadThroughHostError from error
     finally:
         if room is not None:
             room.give_room(device, receiving.nbytes)
     for key, why in unread.items():
         del data[key]
-        could_not_be_read(key, why, address, device_failed=local.has_failed())
+        _could_not_be_read(key, why, address, failed=local.has_failed())
     if len(unread) < len(arriving):
         took, ends = time.perf_counter() - begun, (header.source, device.uuid)
         local.traffic.arrived(*ends, receiving.nbytes, took, len(arriving))
 
 
-async def _arrive(local: Local, receiving: Receiving, unpacked: Callable[[], None]) -> None:
+async def _arrive(local: PeerTransfers, receiving: Receiving, unpacked: Callable[[], None]) -> None:
     def all_at_once() -> None:  # each change of threads takes time
         room = lambda: local.make_room(receiving.device)  # noqa: E731
         allocated(receiving.allocate, room, room)
@@ -124,13 +208,13 @@ async def _arrive(local: Local, receiving: Receiving, unpacked: Callable[[], Non
     unpacked()
 
 
-def could_not_be_read(key: Hashable, error: Exception, sender: str, *, device_failed: bool) -> None:
+def _could_not_be_read(key: Hashable, error: Exception, sender: str, *, failed: bool) -> None:
     """Note that a value could not be read, for the tasks that need it; else raise the error.
 
-    If a device here failed, raise `CommClosedError`: another worker can read the value.
+    If a device here ``failed``, raise `CommClosedError`: another worker can read the value.
     """
     error = error.with_traceback(None)
-    if device_failed:
+    if failed:
         raise CommClosedError(f"{key!r} from {sender} could not be read: {error}") from error
     error.add_note(f"{key!r} could not be read when it arrived from {sender}")
     unread = UNREAD.get()

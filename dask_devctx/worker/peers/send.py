@@ -14,13 +14,14 @@ from distributed.comm import CommClosedError
 from distributed.protocol.serialize import Serialize, Serialized
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.cuda.out_of_memory import is_out_of_memory
+from dask_devctx.cuda.out_of_memory import clear_frames, is_out_of_memory
 from dask_devctx.transfer import Stamp, nbytes_by_device
 from dask_devctx.transfer.events import is_captured, wait_for_captures
 from dask_devctx.transfer.ipc.parcel import Header, Parcel, pack
 from dask_devctx.transfer.ipc.sending import Sending
 from dask_devctx.worker.comms.device_types import are_few, find
-from dask_devctx.worker.peers.local import FAMILY, QUICK_NBYTES, Local
+from dask_devctx.worker.peers.transfers import FAMILY, QUICK_NBYTES, PeerTransfers
+from dask_devctx.worker.peers.transport import SAYS
 from dask_devctx.worker.values.store import Store
 from dask_devctx.worker.values.value import Value
 
@@ -34,77 +35,119 @@ _ROOM_LOOK_S: Final = 0.005
 _GRACE_S: Final = 5.0
 _NO_ROOM: Final = "there was no staging memory for them (ipc_staging)"
 
+Message = dict[str, Any]
 Places = dict[Hashable, dict[Device, int]]
 Parcels = dict[Hashable, Parcel]
-# Each exchange that ends is told whether the values were read.
-Prepared = tuple[dict[str, Any], Callable[[bool], None]]
 
 
-async def prepare(local: Local, who: str, said: str, msg: dict[str, Any]) -> Prepared:
-    """Return an answer whose values are staged, for a worker that says who it is or why not."""
-    reason, places = local.why_not(said), {}
+class _NotStagedError(Exception):
+    """Values are not staged, for this reason: dask sends them."""
+
+
+def answering(local: PeerTransfers, get_data: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the handler of requests for values, around dask's own."""
+
+    async def answer(comm: Any, keys: Any, who: str | None = None, serializers: Any = None) -> Any:
+        address, _, said = (who if isinstance(who, str) else "").partition(SAYS)
+        asking = _Asking(local, comm, address, said)
+        try:
+            return await get_data(asking, keys=keys, who=address or None, serializers=serializers)
+        except Exception as error:
+            clear_frames(error)  # dask's log keeps the error: not the values with it
+            raise
+        finally:
+            asking.end()
+
+    return answer
+
+
+class _Asking:
+    """The connection of a worker that asked for values, while it is answered."""
+
+    def __init__(self, local: PeerTransfers, comm: Any, address: str, said: str) -> None:
+        self._local, self._comm, self._asked = local, comm, (address, said)
+        self._sending: Sending | None = None
+        self._was_read = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    async def write(self, msg: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(msg, dict) and "data" in msg:
+            try:
+                msg, self._sending = await _prepared(self._local, *self._asked, msg)
+            except CommClosedError:
+                self._comm.abort()
+                raise
+        return await self._comm.write(msg, *args, **kwargs)
+
+    async def read(self, *args: Any, **kwargs: Any) -> Any:
+        answer = await self._comm.read(*args, **kwargs)
+        self._was_read = answer == "OK"
+        return answer
+
+    def end(self) -> None:
+        if self._sending is not None and self._was_read:
+            self._sending.close()
+        elif self._sending is not None:
+            self._local.worker.loop.call_later(_GRACE_S, self._sending.close)
+
+
+async def _prepared(
+    local: PeerTransfers, who: str, said: str, msg: Message
+) -> tuple[Message, Sending | None]:
+    """Return an answer, with staged values if the worker that asked can read them."""
+    reason, places = local.transport.why_not(said), {}
     if who and local.devices:
         places = _on_devices(msg["data"], local.devices, local.store(), staged=not reason)
         if places and not reason:
             local.readers.add(who)
-            prepared = await _prepared(local, who, msg, places)
-            if not isinstance(prepared, str):
-                return prepared
-            reason = prepared
+            try:
+                sending, parcels = await _staged(local, msg["data"], places)
+                return _message(msg, sending, parcels), sending
+            except Exception as error:
+                reason = _why_not_staged(local, error, who, next(iter(next(iter(places.values())))))
     # dask reads the values in the libraries' default streams. These do not wait for a stream that a
     # task made for itself.
     if (store := local.store()) is not None:
         for made in await store.readable(msg["data"]):
             made.hold_back_readers()
+    by_dask = local.transport.by_dask
     for each in places.values():
         for device, nbytes in each.items():
-            why = reason if local.by_dask == "host" else None
-            local.traffic.sent(device.uuid, who, local.by_dask, nbytes, why)
-    return msg, lambda was_read: None
+            why = reason if by_dask == "host" else None
+            local.traffic.sent(device.uuid, who, by_dask, nbytes, why)
+    return msg, None
 
 
-async def _prepared(local: Local, who: str, msg: dict[str, Any], places: Places) -> Prepared | str:
-    """Return a message whose values are staged and what to call at its end; else the reason."""
-    try:
-        staged = await _staged(local, msg["data"], places)
-    except Exception as error:
-        device = next(iter(next(iter(places.values()))))
-        if local.failed(device, error):
-            raise CommClosedError(f"the device failed: {error}") from error
-        staging = local.stagings[device]
-        refused = staging.refused
-        if not refused:
-            logger.warning("values go to %s through the host this time", who, exc_info=True)
-        elif is_out_of_memory(error):  # it passes
-            staging.refused = ""
-        else:
-            logger.warning("values go to other workers through the host: %s", refused)
-        return refused or f"their copies failed: {error!r}"
-    if isinstance(staged, str):
-        return staged
-    sending, parcels = staged
-    loop = local.worker.loop
-
-    def end(was_read: bool) -> None:
-        if was_read:
-            sending.close()
-        else:
-            loop.call_later(_GRACE_S, sending.close)
-
-    return _message(msg, sending, parcels), end
+def _why_not_staged(local: PeerTransfers, error: Exception, who: str, device: Device) -> str:
+    """Return the reason why dask sends some values; raise `CommClosedError` if a device failed."""
+    if isinstance(error, _NotStagedError):
+        return str(error)
+    if local.failed(device, error):
+        raise CommClosedError(f"the device failed: {error}") from error
+    staging = local.stagings[device]
+    refused = staging.refused
+    if not refused:
+        logger.warning("values go to %s through the host this time", who, exc_info=True)
+    elif is_out_of_memory(error):  # it passes
+        staging.refused = ""
+    else:
+        logger.warning("values go to other workers through the host: %s", refused)
+    return refused or f"their copies failed: {error!r}"
 
 
 async def _staged(
-    local: Local, data: dict[Hashable, Any], places: Places
-) -> tuple[Sending, Parcels] | str:
-    """Return values packed and staged; or why they cannot be."""
+    local: PeerTransfers, data: dict[Hashable, Any], places: Places
+) -> tuple[Sending, Parcels]:
+    """Return values packed and staged, or raise."""
     total: Counter[Device] = Counter()
     for each in places.values():
         total.update(each)
     device = max(total, key=total.__getitem__)
     staging = local.stagings.get(device)
     if staging is None or staging.refused:
-        return _NO_ROOM if staging is None else staging.refused
+        raise _NotStagedError(_NO_ROOM if staging is None else staging.refused)
     values = {key: data[key].data for key in places}
     stamps = _work_of(local, values, places)
     parcels: Parcels = {}
@@ -131,7 +174,7 @@ async def _staged(
 
     sending: Sending = begin() if quick else await local.run(begin, undo=Sending.close)
     if not parcels:
-        return "their type goes through the host"
+        raise _NotStagedError("their type goes through the host")
     # A view may be sent with all the memory under it.
     if quick and sending.nbytes <= QUICK_NBYTES and sending.start(grow=False):
         await local.copied(sending, undo=lambda _: sending.close())
@@ -140,13 +183,13 @@ async def _staged(
     until = time.monotonic() + _ROOM_TIMEOUT_S
     while sending.place is None:
         if not staging.taken or time.monotonic() > until:
-            return _NO_ROOM
+            raise _NotStagedError(_NO_ROOM)
         await asyncio.sleep(_ROOM_LOOK_S)
         await local.run(copy, sending, undo=Sending.close)
     return sending, parcels
 
 
-def _work_of(local: Local, values: Mapping[Hashable, Any], places: Places) -> list[Stamp]:
+def _work_of(local: PeerTransfers, values: Mapping[Hashable, Any], places: Places) -> list[Stamp]:
     stamps: list[Stamp] = []
     unknown: set[Device] = set()
     store = local.store()
@@ -164,7 +207,7 @@ def _work_of(local: Local, values: Mapping[Hashable, Any], places: Places) -> li
     return stamps
 
 
-def _message(msg: dict[str, Any], sending: Sending, parcels: Parcels) -> dict[str, Any]:
+def _message(msg: Message, sending: Sending, parcels: Parcels) -> Message:
     first = 0
     data = dict(msg["data"])
     for key, parcel in parcels.items():

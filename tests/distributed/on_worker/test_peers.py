@@ -20,7 +20,8 @@ from distributed.protocol.cuda import cuda_deserialize, cuda_serialize
 
 from dask_devctx import Device, DevicePlugin, SimulatedArray, driver, report
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.worker.peers import local as pairs
+from dask_devctx.worker.peers import transport
+from dask_devctx.worker.peers.transfers import PeerTransfers
 from tests.distributed import peers
 
 Pair = tuple[Client, list[str]]
@@ -273,7 +274,7 @@ def test_a_copy_that_fails_sends_a_value_through_the_host_once(pair: Pair, value
 
 
 def impatient() -> None:
-    pairs._AGAIN_S = 0.2  # type: ignore[misc]
+    transport._AGAIN_S = 0.2  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("lasts", [True, False])
@@ -319,8 +320,8 @@ def test_what_a_cancelled_transfer_has_staged_is_undone() -> None:
 
     async def cancelled() -> None:
         with ThreadPoolExecutor(1) as executor:
-            local = SimpleNamespace(executor=executor)
-            running = asyncio.ensure_future(pairs.Local.run(local, stage, undo=undone.put))
+            local = SimpleNamespace(_executor=executor)
+            running = asyncio.ensure_future(PeerTransfers.run(local, stage, undo=undone.put))
             await asyncio.sleep(0)
             running.cancel()
             with pytest.raises(asyncio.CancelledError):

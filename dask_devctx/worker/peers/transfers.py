@@ -1,0 +1,226 @@
+"""One worker's side of its transfers: the memory that it shows to others, and opens of them."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from distributed import Status, Worker
+
+from dask_devctx.config.options import Options, is_ucx
+from dask_devctx.cuda.device import Device
+from dask_devctx.driver import statuses
+from dask_devctx.errors import DevctxError, DriverError
+from dask_devctx.transfer.ipc.receiving import OpenedBuffers, Receiving
+from dask_devctx.transfer.ipc.sending import Sending, Staging
+from dask_devctx.transfer.traffic import TrafficCounts
+from dask_devctx.worker.peers.transport import Transport
+
+if TYPE_CHECKING:
+    from dask_devctx.worker.values.store import Store
+
+# The name of staged values among distributed's serializers, and of a message's entry about them.
+FAMILY: Final = "devctx-ipc"
+# Values up to this size change no thread, if their copies take only microseconds.
+QUICK_NBYTES: Final = 2**20
+_QUICK_S: Final = 300e-6
+# Each thread waits for the devices of one transfer.
+_THREADS: Final = 16
+
+# A worker closes buffers of another one, which frees them.
+CLOSE: Final = "devctx_ipc_close"
+_CLOSE_TIMEOUT_S: Final = 5.0
+_CONNECT_TIMEOUT_S: Final = 2.0
+# Staging memory that was not used for this long goes back to its device.
+_IDLE_S: Final = 60.0
+# A fraction of a device's memory is at most the limit divided by this.
+_OF_LIMIT: Final = 4
+_LOOK_S: Final = 0.05
+
+
+@dataclass(eq=False)
+class PeerTransfers:
+    """What a worker's transfers share; ``limits`` are those of the memory of each device.
+
+    The option ``ipc_staging`` of each device's memory, a fraction or bytes, may be used for it.
+    """
+
+    worker: Worker
+    devices: Sequence[Device]
+    options: Options
+    limits: Mapping[Device, int]
+    store: Callable[[], Store | None]  # the values; None without devices
+    traffic: TrafficCounts
+    make_room: Callable[[Device], object]  # called with a device that has no memory left
+    on_failure: Callable[[Device, DriverError], object]
+    has_failed: Callable[[], bool]  # whether a device of the worker has failed
+    opened: OpenedBuffers = field(default_factory=OpenedBuffers)
+    # The workers that may have this one's memory open; some may have left the cluster.
+    readers: set[str] = field(default_factory=set)
+    under_way: int = 0  # requests without an answer; they are completed after the end, too
+
+    def __post_init__(self) -> None:
+        uses_ipc = bool(self.devices) and self.options.ipc is not False
+        self.transport = Transport(uses_ipc, "ucx" if is_ucx(self.worker.address) else "host")
+        self.stagings = {
+            device: Staging(device, self._limit(device))
+            for device in (self.devices if uses_ipc else ())
+        }
+        self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="devctx-ipc")
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+
+    def _limit(self, device: Device) -> int:
+        staging, limit = self.options.ipc_staging, self.limits.get(device)
+        if staging > 1:
+            return int(staging)
+        most = int(device.memory_info.total * staging)
+        return min(most, limit // _OF_LIMIT) if limit else most
+
+    def end(self) -> None:
+        """Close other workers' memory, and free this one's when no transfer uses it any more."""
+        self.opened.close()
+        # A worker that closes frees no staging memory: it goes with its process.
+        if self.worker.status is Status.closing:
+            self._executor.shutdown(wait=False)
+        else:
+            self.worker.loop.add_callback(self._end_later)
+
+    async def _end_later(self) -> None:
+        try:
+            while self.in_use or self.under_way:
+                await asyncio.sleep(_LOOK_S)
+            self.opened.close()  # what arrived since
+            await self.give_back()
+        finally:
+            self._executor.shutdown(wait=False)
+
+    # -- for one transfer
+
+    async def run(self, function: Callable[..., Any], *args: Any, undo: Any = None) -> Any:
+        """Run a function on a thread that may wait.
+
+        If nobody waits for it any more when it ends, ``undo`` is called with its result.
+        """
+        future = self._executor.submit(function, *args)
+        try:
+            return await asyncio.shield(asyncio.wrap_future(future))
+        except asyncio.CancelledError:
+            if undo is not None:
+                future.add_done_callback(functools.partial(_undone, undo))
+            raise
+
+    async def copied(self, transfer: Sending | Receiving, undo: Any = None) -> None:
+        """Wait for a copy that has started: for a moment here, then on a thread."""
+        if transfer.lane.done_soon(_QUICK_S):
+            transfer.finish(is_done=True)
+        else:
+            await self.run(transfer.finish, undo=undo)
+
+    def failed(self, device: Device, error: Exception) -> bool:
+        """Return whether an error means that a device, or CUDA here, has failed; then say so."""
+        if not isinstance(error, DriverError):
+            return False
+        if error.code not in statuses.STICKY:
+            if error.code not in statuses.GONE:
+                return False
+            try:
+                with device:
+                    device._backend.calls.work.probe()
+                return False
+            except DevctxError:
+                pass
+        self.on_failure(device, error)
+        return True
+
+    # -- other workers' memory
+
+    async def close_memory_of(self, address: str) -> None:
+        """Close the memory of another worker."""
+        with suppress(RuntimeError):  # this worker ends, and has closed all that it had open
+            await self.run(self.opened.close, address)
+
+    async def close_buffers(self, said: Any, **_: object) -> bool:
+        """Close buffers of another worker, which tells their handles."""
+        return bool(await self.run(self.opened.close, None, said))
+
+    def forget(self, worker: str, **message: object) -> None:
+        """Forget a worker that left, and close its memory."""
+        self.transport.forget(worker)
+        self.worker.loop.add_callback(self.close_memory_of, worker)
+
+    # -- this worker's staging memory
+
+    @property
+    def in_use(self) -> int:
+        """The bytes of staging memory that hold values on their way."""
+        return sum(staging.taken for staging in self.stagings.values())
+
+    def staging_nbytes(self, device: Device) -> int:
+        """Return the bytes of a device that are allocated as staging memory."""
+        staging = self.stagings.get(device)
+        return 0 if staging is None else staging.nbytes
+
+    def free_staging(self, device: Device) -> int:
+        """Free the staging memory of a device that ran out of memory; return the freed bytes.
+
+        The thread of a task waits for it, the event loop does not.
+        """
+        before = self.staging_nbytes(device)
+        if not before:
+            return 0
+        again = self.give_back([self.stagings[device]])
+        done = asyncio.run_coroutine_threadsafe(again, self._loop)
+        if threading.get_ident() != self._thread:
+            with suppress(TimeoutError):
+                done.result(_CLOSE_TIMEOUT_S)
+        return before - self.staging_nbytes(device)
+
+    async def give_back_unused(self) -> None:
+        """Free staging memory that was long unused."""
+        now = time.monotonic()
+        idle = [one for one in self.stagings.values() if one.nbytes and now - one.used_at > _IDLE_S]
+        await self.give_back(idle)
+
+    async def give_back(self, stagings: Sequence[Staging] | None = None) -> None:
+        """Free staging memory that is not in use, once no other worker has it open."""
+        stagings = list(self.stagings.values()) if stagings is None else stagings
+        found = [(staging, staging.retire()) for staging in stagings]
+        handles = tuple(buffer.handle for _, buffers in found for buffer in buffers)
+        if not handles:
+            return
+        readers = list(self.readers)
+        closed = await asyncio.gather(*[self._ask_to_close(one, handles) for one in readers])
+        for staging, buffers in found:
+            if all(closed):
+                await self.run(staging.free, buffers)
+            else:
+                staging.use_again(buffers)
+
+    async def _ask_to_close(self, address: str, handles: tuple[bytes, ...]) -> bool:
+        """Return whether another worker has closed this worker's buffers, or is gone."""
+        pool = self.worker.rpc
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                # dask tries for longer than this to connect to a process that is gone.
+                pool.reuse(address, await pool.connect(address, timeout=_CONNECT_TIMEOUT_S))
+                said = await getattr(pool(address), CLOSE)(said=handles)
+        except OSError as error:
+            if isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError):
+                return False
+            self.readers.discard(address)  # with what its process had open
+            return True
+        except RuntimeError:  # this worker is closing
+            return False
+        return said is not False  # who does not know the question has closed all
+
+
+def _undone(undo: Callable[[Any], object], future: Future[Any]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        undo(future.result())
