@@ -6,19 +6,22 @@ on a thread, not on an event loop.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.errors import DevicesInUseError
+from dask_devctx.errors import DevicesInUseError, LockDirectoryError
 from dask_devctx.worker.leases.locks import Lock, choosing, default_directory
 
 # The choice takes well under a millisecond. A process that takes longer was stopped meanwhile.
 _CHOOSING_TIMEOUT_S = 10.0
+# A cluster waits so long for one that starts just now.
+_STARTING_TIMEOUT_S = 30.0
 
 
 class Lease:
@@ -90,6 +93,22 @@ def holders(
                 held[device] = lock.note
             lock.close()
     return held
+
+
+@contextmanager
+def starting(directory: str | os.PathLike[str] | None = None) -> Iterator[Callable[[], None]]:
+    """Let this user's clusters start one after another; gives a function that ends the start.
+
+    Each then sees which devices are held. Of two that start at once, each would get some devices,
+    and both would fail.
+    """
+    with ExitStack() as alone:
+        # A process that a cluster starts would wait for that cluster.
+        if multiprocessing.parent_process() is None:
+            with suppress(LockDirectoryError):  # the other one takes long, or it is raised later
+                path = _path(directory)
+                alone.enter_context(choosing(path, _STARTING_TIMEOUT_S, "starting.lock"))
+        yield alone.close
 
 
 def in_use(wanted: int, free: Iterable[Device], held: Mapping[Device, str]) -> DevicesInUseError:

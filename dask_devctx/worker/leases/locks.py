@@ -20,7 +20,6 @@ from pathlib import Path
 
 from dask_devctx.errors import LockDirectoryError
 
-_MUTEX = "mutex.lock"
 _POLL_S = 0.005
 _NOTE_NBYTES = 512
 
@@ -71,7 +70,9 @@ class Lock:
 
 
 @contextmanager
-def choosing(path: Path, timeout_s: float) -> Iterator[Callable[[str], Lock]]:
+def choosing(
+    path: Path, timeout_s: float, mutex_name: str = "mutex.lock"
+) -> Iterator[Callable[[str], Lock]]:
     """Exclude others from choosing locks in a directory; gives the function that opens one.
 
     It raises :class:`LockDirectoryError` where others could write, where it is a link, or after the
@@ -81,7 +82,7 @@ def choosing(path: Path, timeout_s: float) -> Iterator[Callable[[str], Lock]]:
     try:
         lock = partial(_lock, path, directory)
         deadline = time.monotonic() + timeout_s
-        while not (mutex := lock(_MUTEX)).is_held:
+        while not (mutex := lock(mutex_name)).is_held:
             who = mutex.note
             mutex.close()
             if time.monotonic() > deadline:
