@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
 from distributed import Status, Worker, WorkerPlugin
@@ -27,8 +25,9 @@ from dask_devctx.graph.keep import keep_annotations
 from dask_devctx.worker.comms import serialization
 from dask_devctx.worker.extension import DeviceExtension
 from dask_devctx.worker.leases import registration
-from dask_devctx.worker.leases.lease import holders, starting
-from dask_devctx.worker.leases.share import DeviceShare
+from dask_devctx.worker.leases.share import DeviceShare, held_devices, starts_alone
+
+__all__ = ["DevicePlugin", "held_devices", "starts_alone"]
 
 
 @takes_options
@@ -211,13 +210,3 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         self.annotations_kept.close()  # for the process that made the plugin
         if worker.status is Status.closing:
             await no_more_heartbeats(worker)
-
-
-def held_devices(devices: Iterable[Device]) -> dict[Device, str]:
-    """Return the devices that workers on this machine hold, with the workers."""
-    return holders(devices, config.get("lock-directory"))
-
-
-def starts_alone() -> AbstractContextManager[Callable[[], None]]:
-    """While it is open, or until its function is called, no other cluster of this user starts."""
-    return starting(config.get("lock-directory"))

@@ -7,7 +7,7 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import dask
@@ -19,13 +19,20 @@ from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, SimulatedArray
 from dask_devctx.config.checks import key_of
 from dask_devctx.config.options import SETTINGS, fold_rmm
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.worker.leases.lease import Lease
+from dask_devctx.worker.leases.share import take
 
 
-def acquire(found: Sequence[Device], count: int, *, holder: str, directory: Any = None) -> Lease:
+class Lease(ExitStack):
+    """Devices that another worker has."""
+
+    release = ExitStack.close
+
+
+def acquire(found: Sequence[Device], count: int, *, holder: str) -> Lease:
     """Take the first ``count`` free devices as another worker does."""
-    lease = Lease(holder, directory)
-    lease.take(found, count)
+    lease = Lease()
+    for lock in take(found, count, holder)[0].values():
+        lease.callback(lock.close)
     return lease
 
 

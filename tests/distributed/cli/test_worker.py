@@ -219,8 +219,7 @@ def test_of_two_that_start_at_once_one_gets_the_devices(scheduler: LocalCluster)
 def test_beside_another_cluster_it_starts_workers_for_the_free_devices(
     started: list[dict[str, Any]],
 ) -> None:
-    directory = config.get("lock-directory")
-    lease = acquire(devices()[:2], 2, holder=f"worker w of {OTHER}", directory=directory)
+    lease = acquire(devices()[:2], 2, holder=f"worker w of {OTHER}")
     done = run(ADDRESS)
     assert run(ADDRESS, "--devices", "2,3").stderr == ""  # as somebody has chosen them
     lease.release()

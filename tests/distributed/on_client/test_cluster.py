@@ -7,9 +7,8 @@ import dataclasses
 import re
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -114,7 +113,7 @@ def leftovers(before: set[psutil.Process]) -> set[psutil.Process]:
     }
 
 
-def test_asynchronously(lock_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asynchronously(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         async with (
             LocalDeviceCluster(n_workers=2, asynchronous=True, **QUIET) as cluster,
@@ -123,7 +122,7 @@ def test_asynchronously(lock_directory: Path, monkeypatch: pytest.MonkeyPatch) -
             assert ordinals(cluster) == [[0, 1], [2, 3]]
             with dask.annotate(device=3):
                 assert await client.submit(here, pure=False) == 3
-        share = acquire(devices(), 1, holder="somebody", directory=lock_directory)
+        share = acquire(devices(), 1, holder="somebody")
         monkeypatch.setattr(layout, "held_devices", lambda devices, **how: {})
         cluster = LocalDeviceCluster(n_workers=4, asynchronous=True, **QUIET)
         with pytest.raises(DevicesInUseError, match="somebody"):
@@ -132,7 +131,7 @@ def test_asynchronously(lock_directory: Path, monkeypatch: pytest.MonkeyPatch) -
         assert cluster.scheduler.status.name == "closed"
         assert {worker.status.name for worker in cluster.workers.values()} <= {"closed"}
         share.release()
-        acquire(devices(), 4, holder="me", directory=lock_directory).release()
+        acquire(devices(), 4, holder="me").release()
 
     asyncio.run(body())
 
@@ -213,8 +212,8 @@ def test_more_workers_than_there_is_room_for_are_refused() -> None:
                 grow(4)
 
 
-def test_devices_that_were_in_use_are_taken_when_they_are_free(lock_directory: Path) -> None:
-    share = acquire(devices(), 3, holder="somebody", directory=lock_directory)
+def test_devices_that_were_in_use_are_taken_when_they_are_free() -> None:
+    share = acquire(devices(), 3, holder="somebody")
     with started(n_workers=1, devices_per_worker=1) as client:
         cluster: Any = client.cluster
         cluster.adapt(minimum=3, interval="100ms")  # it tries again by itself
@@ -250,17 +249,11 @@ def test_a_worker_that_cannot_be_set_up_fails_the_start(
 HOLDER = "tcp://127.0.0.1:45861"
 
 
-@contextmanager
-def held(directory: Path, *ordinals: int) -> Iterator[None]:
-    leases = [
-        acquire([devices()[n]], 1, holder=f"worker {n} of {HOLDER}", directory=directory)
-        for n in ordinals
-    ]
-    try:
-        yield
-    finally:
-        for lease in leases:
-            lease.release()
+def held(*ordinals: int) -> ExitStack:
+    held = ExitStack()
+    for n in ordinals:
+        held.enter_context(acquire([devices()[n]], 1, holder=f"worker {n} of {HOLDER}"))
+    return held
 
 
 @pytest.mark.parametrize(
@@ -276,11 +269,10 @@ def held(directory: Path, *ordinals: int) -> Iterator[None]:
 def test_the_next_cluster_gets_the_rest(
     given: dict[str, Any],
     expected: list[list[int]],
-    lock_directory: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with (
-        held(lock_directory, 0, 1),
+        held(0, 1),
         LocalDeviceCluster(**{**QUIET, **given}) as cluster,
         Client(cluster) as client,
     ):
@@ -317,11 +309,11 @@ def test_the_next_cluster_gets_the_rest(
     ],
 )
 def test_too_few_free_devices_are_told_at_once(
-    given: dict[str, Any], taken: tuple[int, ...], said: str, lock_directory: Path, capfd: Any
+    given: dict[str, Any], taken: tuple[int, ...], said: str, capfd: Any
 ) -> None:
     """As where a notebook's cell runs twice: the exception has the text, and nothing starts."""
     start = time.monotonic()
-    with held(lock_directory, *taken), pytest.raises(DevicesInUseError) as caught:
+    with held(*taken), pytest.raises(DevicesInUseError) as caught:
         LocalDeviceCluster(**{"dashboard_address": ":0", **given})
     assert time.monotonic() - start < 1
     assert capfd.readouterr().err == ""
@@ -330,7 +322,7 @@ def test_too_few_free_devices_are_told_at_once(
     assert caught.value.by_cluster
 
 
-def test_clusters_of_one_process_exclude_each_other(lock_directory: Path) -> None:
+def test_clusters_of_one_process_exclude_each_other() -> None:
     with LocalDeviceCluster(**QUIET):
         for arguments in (QUIET, {"dashboard_address": ":0"}):
             with pytest.raises(DevicesInUseError, match="worker 0 of inproc"):
@@ -357,8 +349,8 @@ def test_of_two_that_start_at_once_one_gets_the_devices(processes: bool) -> None
         assert sorted(pool.map(start, range(2))) == [True, 4]
 
 
-def test_a_cluster_that_got_the_rest_grows_no_further(lock_directory: Path) -> None:
-    with held(lock_directory, 0, 1):
+def test_a_cluster_that_got_the_rest_grows_no_further() -> None:
+    with held(0, 1):
         with pytest.warns(UserWarning, match="1 device will be idle"):
             cluster = LocalDeviceCluster(devices_per_worker=1, **QUIET)
         with cluster:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,31 +20,22 @@ from dask_devctx import (
     driver,
 )
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.worker.leases.lease import Lease
 from dask_devctx.worker.leases.locks import choosing
-from tests.distributed.devices import acquire, here, of_worker, on_cluster
+from tests.distributed.devices import Lease, acquire, here, of_worker, on_cluster
 
 QUIET: dict[str, Any] = {"dashboard_address": ":0", "threads_per_worker": 4}
 OTHER = "worker 1 of tcp://127.0.0.1:1"
 
 
-@pytest.fixture
-def take(lock_directory: Path) -> Callable[..., Lease]:
-    """Take devices for a worker: ``take(count, holder="worker 1 of …", of=devices())``."""
-
-    def take(count: int, holder: str = OTHER, of: Any = None) -> Lease:
-        return acquire(of or devices(), count, holder=holder, directory=lock_directory)
-
-    return take
+def take(count: int, holder: str = OTHER) -> Lease:
+    return acquire(devices(), count, holder=holder)
 
 
 def who_has(client: Client) -> list[list[int]]:
     return sorted(client.run(of_worker).values())
 
 
-def test_who_holds_devices_is_named_and_another_machine_has_its_own(
-    take: Callable[..., Lease],
-) -> None:
+def test_who_holds_devices_is_named_and_another_machine_has_its_own() -> None:
     lease = take(3)
     with driver.use(SimulatedMachine(4, host="elsewhere").backend()):
         take(4).release()
@@ -54,7 +44,7 @@ def test_who_holds_devices_is_named_and_another_machine_has_its_own(
     lease.release()
 
 
-def test_of_two_that_want_most_one_gets_them(take: Callable[..., Lease]) -> None:
+def test_of_two_that_want_most_one_gets_them() -> None:
     def attempt(number: int) -> Lease | None:
         try:
             return take(3, str(number))
@@ -67,7 +57,7 @@ def test_of_two_that_want_most_one_gets_them(take: Callable[..., Lease]) -> None
             lease.release()
 
 
-def test_workers_with_a_number_of_devices(take: Callable[..., Lease]) -> None:
+def test_workers_with_a_number_of_devices() -> None:
     with (
         dask.config.set({"devctx.devices-per-worker": 2}),
         LocalCluster(n_workers=2, processes=False, dashboard_address=":0") as cluster,
