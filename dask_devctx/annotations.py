@@ -9,12 +9,11 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final, Literal, NamedTuple, TypeGuard
+from typing import Any, Final, Literal, NamedTuple
 
 from dask.utils import parse_bytes
-from distributed.protocol import pickle
 
 from dask_devctx.cuda import naming
 from dask_devctx.cuda.naming import ACCEPTED, AUTO, CURRENT, NO_DEVICE
@@ -58,24 +57,16 @@ ANY_DEVICE: Final = Request(plain=True)
 HOST_ONLY: Final = Request(number=0, plain=True)
 
 
-def carried_device(task: object) -> object:
-    """Return the device that a task's function carries by ``on_device(...)(fn)``, or None."""
-    fn = getattr(task, "func", None)
-    return fn.which if getattr(type(fn), "carries_device", False) else None  # type: ignore[union-attr]
-
-
 def requested_device(
-    annotations: Mapping[str, Any] | None,
-    key: Hashable,
-    unannotated: Unannotated,
-    task: object = None,
+    annotations: Mapping[str, Any] | None, unannotated: Unannotated, task: object = None
 ) -> Request:
     """Return what a task asks for; an annotation takes precedence over the task's function."""
-    carried = carried_device(task)
+    function: Any = getattr(task, "func", None)
+    carried = function.which if getattr(type(function), "carries_device", False) else None
     if annotations and not _BEYOND_ONE.isdisjoint(annotations):
-        return _read(annotations, key, carried)
+        return _read(annotations, carried)
     if annotations and DEVICE in annotations:
-        asked = _of_one(_said(annotations, DEVICE, key))
+        asked = _of_one(annotations[DEVICE])
         if carried is None or asked is not ANY_DEVICE:
             return asked
     elif carried is None:
@@ -105,10 +96,9 @@ def _known(wanted: int | str) -> Request:
     return ANY_DEVICE if wanted == AUTO or wanted in CURRENT else Request((wanted,), plain=True)
 
 
-def _read(annotations: Mapping[str, Any], key: Hashable, carried: object) -> Request:
+def _read(annotations: Mapping[str, Any], carried: object) -> Request:
     """Return the request of a task with other annotations than ``device`` alone."""
-    one, several = _said(annotations, DEVICE, key), _said(annotations, DEVICES, key)
-    share, memory = _said(annotations, SHARE, key), _said(annotations, MEMORY, key)
+    one, several, share, memory = map(annotations.get, (DEVICE, DEVICES, SHARE, MEMORY))
     if DEVICE in annotations and DEVICES in annotations:
         raise ValueError(
             f"the annotations {DEVICE!r} and {DEVICES!r} exclude each other, got "
@@ -133,72 +123,6 @@ def _read(annotations: Mapping[str, Any], key: Hashable, carried: object) -> Req
     return Request(asked.names, asked.number, _share(share), _nbytes(memory))
 
 
-# -- functions as annotations: each is called with a task's key, and answers for this task
-
-
-def answer(annotations: Mapping[str, Any] | None, key: Hashable) -> Mapping[str, Any] | None:
-    """Return a task's annotations, with each function replaced by its answer."""
-    # The scheduler calls this once, so that the worker that it chooses for the device runs the task
-    # there. An exception of the function takes its place, and the worker fails the task with it.
-    if not annotations:
-        return annotations
-    asked = [name for name in NAMES & annotations.keys() if _is_function(annotations[name])]
-    if not asked:
-        return annotations
-    given = {name: _answer_of(name, annotations[name], key) for name in asked}
-    return {
-        **annotations,
-        **{n: v if _can_be_sent(v) else _unsendable(n, v) for n, v in given.items()},
-    }
-
-
-def _said(annotations: Mapping[str, Any], name: str, key: Hashable) -> Any:
-    given = annotations.get(name)
-    if _is_function(given):
-        given = _answer_of(name, given, key)
-    if isinstance(given, Exception):  # the function raised it
-        raise given
-    return given
-
-
-def _is_function(wanted: object) -> TypeGuard[Callable[[Hashable], object]]:
-    return callable(wanted) and not isinstance(wanted, type)
-
-
-def _answer_of(name: str, function: Callable[[Hashable], object], key: Hashable) -> object:
-    """Return the answer of an annotation's function for a task, or the exception it raises."""
-    try:
-        given = function(key)
-    except Exception as error:
-        shown = getattr(function, "__qualname__", type(function).__qualname__)
-        error.add_note(
-            f"Raised by the function {shown} in the annotation {name!r}, which is asked for the "
-            f"device of the task {key!r}"
-        )
-        return error.with_traceback(None)
-    return _no_answer(name, given) if _is_function(given) else given
-
-
-def _can_be_sent(value: object) -> bool:
-    """Return whether a value can be sent to a worker. Any other would end the connection."""
-    if value is None or isinstance(value, (int, str)):
-        return True
-    try:
-        pickle.loads(pickle.dumps(value))
-    except Exception:
-        return False
-    return True
-
-
-def _unsendable(name: str, value: object) -> Exception:
-    if not isinstance(value, Exception):
-        return _no_answer(name, value)
-    error = RuntimeError(f"{type(value).__name__}: {value}")
-    for note in getattr(value, "__notes__", ()):
-        error.add_note(note)
-    return error
-
-
 def not_an_annotation(wanted: object) -> TypeError:
     """Return the error for an annotation ``device`` that names no device."""
     remedy = ""
@@ -212,15 +136,6 @@ def not_an_annotation(wanted: object) -> TypeError:
         f'the annotation \'device\' is {ACCEPTED}; "auto" for any device, None or "none" for '
         "none; or a function that is given the task's key and returns one of these; got "
         f"{wanted!r} of type {type(wanted).__name__}{remedy}"
-    )
-
-
-def _no_answer(name: str, given: object) -> TypeError:
-    if name == DEVICE:
-        return not_an_annotation(given)
-    return TypeError(
-        f"the function in the annotation {name!r} must return what the annotation may be, got "
-        f"{given!r} of type {type(given).__name__}"
     )
 
 

@@ -29,7 +29,7 @@ OPTIONS += ("synchronize", "oom-retries")
 @settings(max_examples=500)
 @given(ANYTHING, st.sampled_from(["assign", "leave"]))
 def test_an_annotation(value: Any, unannotated: Any) -> None:
-    asked = requested_device({"device": value}, "key", unannotated)
+    asked = requested_device({"device": value}, unannotated)
     if asked is not HOST_ONLY:
         with suppress(DeviceNotFoundError, TypeError):
             assert find(asked.name, INVENTORY) in (None, *INVENTORY.devices)

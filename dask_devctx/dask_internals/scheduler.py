@@ -80,11 +80,6 @@ def restrictions(ts: Any) -> tuple[set[str] | None, set[str] | None, bool]:
     return ts.worker_restrictions, ts.host_restrictions, bool(ts.loose_restrictions)
 
 
-def set_annotations(ts: Any, annotations: Mapping[str, Any] | None) -> None:
-    """Replace a task's annotations."""
-    ts.annotations = annotations
-
-
 def annotate(ts: Any, name: str, value: object) -> None:
     """Add an annotation to a task; None removes it."""
     # A new dictionary, because the old one may belong to many tasks.

@@ -19,7 +19,6 @@ from dask_devctx.annotations import (
     PRESENT,
     Request,
     about_no_plugin,
-    answer,
     mistaken,
     requested_device,
 )
@@ -261,10 +260,8 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         restricted = self._restricted
         for ts in tasks:
             try:
-                annotations = answer(ts.annotations, ts.key)
-                internals.set_annotations(ts, annotations)
-                wanted = requested_device(annotations, ts.key, "leave", ts.run_spec)
-            except Exception as error:  # of a user's function or object; a worker fails the task
+                wanted = requested_device(ts.annotations, "leave", ts.run_spec)
+            except Exception as error:  # a wrong annotation: a worker fails the task
                 wanted = Request((error.with_traceback(None),))
             if wanted is ANY_DEVICE or wanted is HOST_ONLY:
                 continue

@@ -102,7 +102,7 @@ class Runs:
         annotations = ts.annotations
         try:
             isolated, once = _conditions(annotations) if annotations else (0, "")
-            wanted = requested_device(annotations, ts.key, self._unannotated, ts.run_spec)
+            wanted = requested_device(annotations, self._unannotated, ts.run_spec)
             if wanted is HOST_ONLY:
                 if self._failure is not None:
                     return None

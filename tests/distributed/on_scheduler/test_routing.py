@@ -115,34 +115,6 @@ def test_registering_on_a_live_cluster_brings_the_routing() -> None:
         assert found == [Device(ordinal).uuid for ordinal in range(4)]
 
 
-asked: list[Any] = []
-
-
-def third_device_at_first(key: Any) -> int:
-    asked.append(key)
-    return 3 if len(asked) == 1 else 0
-
-
-def no_device(key: Any) -> int:
-    asked.append(key)
-    raise KeyError("no device")
-
-
-def test_a_function_that_names_the_device_is_asked_once(client: Client) -> None:
-    """dask calls the annotation's function, and what that returns is ours to call."""
-    asked.clear()
-    found = run_on(client, lambda key: third_device_at_first, worker_and_device, key="third")
-    assert found.result(timeout=10)[1] == 3
-    failed = run_on(client, lambda key: no_device, key="broken")
-    with pytest.raises(KeyError, match="no device") as caught:
-        failed.result(timeout=10)
-    (note,) = caught.value.__notes__
-    assert "no_device in the annotation 'device'" in note
-    assert "the device of the task 'broken'" in note
-    assert asked == ["third", "broken"]
-    assert client.submit(sum, [1, 2], pure=False).result(timeout=10) == 3  # all are well
-
-
 @pytest.mark.parametrize("name", ["gpus", "devcie"])
 def test_annotations_that_seem_to_name_a_device_are_told_of_once(
     client: Client, caplog: pytest.LogCaptureFixture, name: str
