@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from distributed import Status, Worker
 from distributed import worker as worker_module
-from distributed.core import error_message
+from distributed.core import Server, error_message
 from distributed.protocol import core, pickle
 from distributed.worker import get_data_from_worker
 from distributed.worker_state_machine import (
@@ -60,25 +60,25 @@ def _ask(rpc: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def answering(
-    worker: Worker, handlers: Mapping[str, Callable[..., Any]], *, to_the_end: bool = False
+    server: Server, handlers: Mapping[str, Callable[..., Any]], *, to_the_end: bool = False
 ) -> Iterator[None]:
-    """While it is open, a worker answers messages that dask does not know.
+    """While it is open, a worker or a scheduler answers messages that dask does not know.
 
-    A worker that closes still gives these answers with ``to_the_end``. Otherwise, it answers None
+    One that closes still gives these answers with ``to_the_end``. Otherwise, it answers None
     then: others do not know yet that it leaves, and dask would log each question as a mistake.
     """
-    worker.handlers.update(handlers)
+    server.handlers.update(handlers)
     try:
         yield
     finally:
-        leaving = worker.status is Status.closing
+        leaving = server.status is Status.closing
         for op, handler in handlers.items():
-            if worker.handlers.get(op) != handler or (leaving and to_the_end):
+            if server.handlers.get(op) != handler or (leaving and to_the_end):
                 continue
             if leaving:
-                worker.handlers[op] = _no_answer
+                server.handlers[op] = _no_answer
             else:
-                del worker.handlers[op]
+                del server.handlers[op]
 
 
 async def _no_answer(**message: object) -> None:

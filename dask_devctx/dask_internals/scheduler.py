@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-import types
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Generator, Hashable, Iterable, Set
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any, Self
 
@@ -34,17 +33,6 @@ def registered_plugin(scheduler: Scheduler, name: str) -> object:
 def warn_clients(scheduler: Scheduler, text: str) -> None:
     """Let all clients of a scheduler warn, as :meth:`distributed.Worker.warn` of a worker does."""
     scheduler.log_event("warn", {"message": dumps(text), "category": dumps(UserWarning)})
-
-
-@contextmanager
-def answering(scheduler: Scheduler, handlers: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """While it is open, a scheduler answers further messages."""
-    scheduler.handlers.update(handlers)
-    try:
-        yield
-    finally:
-        for op in handlers:
-            scheduler.handlers.pop(op, None)
 
 
 async def ask(scheduler: Scheduler, address: str, op: str, **content: Any) -> Any:
@@ -168,18 +156,10 @@ class WatchedCluster(LocalCluster):  # type: ignore[misc]
         self._has_closed()
 
     def __await__(self) -> Generator[Any, Any, Self]:
-        return self._start_or_close().__await__()
-
-    async def _start_or_close(self) -> Self:
         starting = self.status is Status.created  # a client also awaits a cluster that runs
         try:
-            return await self._start_all()
+            return (yield from super().__await__())  # type: ignore[no-any-return]
         except BaseException:
             if starting:
-                await self._close()  # dask leaves the scheduler and the other workers running
+                yield from self._close().__await__()  # dask leaves the others running
             raise
-
-    @types.coroutine
-    def _start_all(self) -> Generator[Any, Any, Self]:
-        started: Self = yield from super().__await__()
-        return started

@@ -9,7 +9,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, Final, Protocol
@@ -106,18 +105,6 @@ def executed_by(
     for ts in states.values():
         if isinstance(ts.run_spec, TaskStandIn):
             ts.run_spec = ts.run_spec.task
-
-
-def add_to_times(ts: Any, event: Any, name: str, value: str) -> Any:
-    """Return the event of a task that failed, whose times now have a further entry.
-
-    The scheduler gets no metadata of such a task.
-    """
-    if event.start is None or event.stop is None:
-        return event
-    times = {"action": "compute", "start": event.start, "stop": event.stop, name: value}
-    ts.startstops.append(times)
-    return replace(event, start=None, stop=None)
 
 
 def makes_an_actor(worker: Worker, key: Hashable) -> bool:

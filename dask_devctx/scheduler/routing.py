@@ -25,6 +25,7 @@ from dask_devctx.annotations import (
 from dask_devctx.cuda.naming import DeviceInfo, Inventory
 from dask_devctx.dask_internals import check_scheduler
 from dask_devctx.dask_internals import scheduler as internals
+from dask_devctx.dask_internals.connections import answering
 from dask_devctx.dask_internals.shuffles import lead_outputs
 from dask_devctx.errors import DevctxError, DevicesInUseError, LockDirectoryError
 from dask_devctx.scheduler.cluster import Cluster, WorkerDevices
@@ -122,7 +123,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             RECHUNK: self._rechunk,
         }
         handlers = {op: update_wrapper(partial(self._answer, op, a), a) for op, a in acts.items()}
-        self._steps.enter_context(internals.answering(scheduler, handlers))
+        self._steps.enter_context(answering(scheduler, handlers))
         tasks = list(scheduler.tasks.values())
         self._restrict(tasks)
         internals.schedule_again(scheduler, tasks)

@@ -192,8 +192,6 @@ class Runs:
             # the seconds that it waited for a slot, for its inputs and for memory, and its thread
             waited = run.began_at - run.placed_at, run.inputs_s, run.memory_s, run.thread
             self.record.ended(ts, devices, state, start, stop, waited, text)
-        if state == "error":
-            return tasks.add_to_times(ts, event, DEVICE, devices[0].uuid)
         return event
 
     def seceded(self, run: DeviceRun) -> None:
