@@ -63,18 +63,6 @@ _EVERYDAY: Final = (
     *("device_memory_limit", "memory_limit", "scheduler_file", "protocol", "interface"),
     *("name", "local_directory"),
 )
-# The meaning of dask-cuda's options for RMM.
-_RMM: Final = {
-    "pool_size": "The initial size of an RMM pool on each device: a fraction, or bytes.",
-    "maximum_pool_size": "How large such a pool may become; by default all of the memory.",
-    "managed_memory": "RMM allocates managed memory, which the driver moves to the host.",
-    "async": "RMM uses CUDA's asynchronous allocator.",
-    "release_threshold": "With it: how much unused memory it keeps; by default all.",
-    "log_directory": "Where RMM logs each allocation, a file for each worker and device.",
-    "track_allocations": "RMM counts the bytes, for dask's dashboard. This is slow.",
-    "allocator_external_lib_list": "The libraries that allocate through RMM: cupy, torch, numba, "
-    "with commas between them.",
-}
 _DASK_CUDAS: Final = (*RMM_NAMES, "enable_cudf_spill", "cudf_spill_stats", "pre_import")
 # Options of dask-cuda's command that change nothing here.
 _ACCEPTED: Final = {
@@ -210,9 +198,7 @@ def _parameters() -> Iterator[click.Parameter]:
 
 
 def _text_of(name: str) -> str:
-    if name == "devices":
-        return f"{text_of(name)} With commas between them."
-    return _RMM.get(name.removeprefix("rmm_")) or text_of(name)
+    return text_of(name) + (" With commas between them." if name == "devices" else "")
 
 
 _ORDER: Final = {name: n for n, name in enumerate(_EVERYDAY)}

@@ -147,7 +147,10 @@ def text_of(name: str) -> str:
             '"Which device a task gets" in the documentation. By default the task goes where it '
             "starts soonest."
         )
-    described: str = config.schema()[key_of(name)]["description"]
+    schema = config.schema()
+    if name in RMM_NAMES:
+        schema, name = schema["allocator"]["properties"], name.removeprefix("rmm_")
+    described: str = schema[name if name in schema else key_of(name)]["description"]
     return " ".join(described.split()).replace("null", "None")
 
 

@@ -12,7 +12,6 @@ import logging
 import re
 from collections.abc import Iterable
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from logging.handlers import QueueHandler
 from typing import TYPE_CHECKING, Any, Final
 
@@ -148,14 +147,8 @@ def check_dashboard(scheduler: Scheduler) -> None:
 
 def unsupported(name: str) -> UnsupportedDaskError:
     """Return the error for a name that is missing."""
-    import dask
-    import distributed
-
-    try:
-        ours = version("dask-devctx")
-    except PackageNotFoundError:  # run from its sources
-        ours = "unknown"
-    return UnsupportedDaskError(name, dask.__version__, distributed.__version__, ours)
+    packages = map(import_module, ("dask", "distributed", "dask_devctx"))
+    return UnsupportedDaskError(name, *(package.__version__ for package in packages))
 
 
 def _find_in_modules(names: Iterable[str]) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from dask._task_spec import DataNode, GraphNode, Task
@@ -124,13 +124,6 @@ def ended_here(worker: Worker, which: Callable[[Mapping[str, Any] | None], bool]
 # -- dask's thread pools: their queues, and tasks that go to another pool
 
 
-class Work(Protocol):
-    """An entry of a pool's queue."""
-
-    def run(self) -> None:
-        """Do the work, and raise nothing."""
-
-
 def rescheduled() -> dict[str, Any]:
     """Return the outcome of a task that did not run, and that the scheduler shall send again."""
     return {"op": "task-erred", "thread": None, "actual_exception": Reschedule()}
@@ -154,7 +147,7 @@ def rejoin_if_seceded() -> None:
 
 
 class TaskThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
-    """dask's thread pool, with a queue of :class:`Work` that its subclass gives it."""
+    """dask's thread pool, with a queue that its subclass gives it, of objects to ``run``."""
 
     # dask recognizes a thread pool by the name of its class, which must contain
     # "ThreadPoolExecutor". The base class is distributed's, so that `secede` and `rejoin` work.

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, Self
+from contextlib import AbstractContextManager
+from typing import Any
 
 import cloudpickle
 import dask
@@ -32,15 +33,12 @@ _open: list[Kept] = []
 _lock = threading.Lock()
 
 
-class Kept:
+class Kept(AbstractContextManager["Kept"]):
     """Annotations of this process survive until this object is closed; also a context manager.
 
     If there are several, the last close restores dask's own settings. A copy in another process
     closes nothing.
     """
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

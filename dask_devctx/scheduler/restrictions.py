@@ -8,6 +8,7 @@ set changes, for any number of tasks.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Set
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
 
@@ -29,6 +30,7 @@ _KEPT: Final = 1000
 Terms = tuple[Wanted, bool, frozenset[str], frozenset[str], bool]
 
 
+@dataclass(eq=False, slots=True)
 class Group:
     """Tasks that name the same device on the same terms, by key.
 
@@ -36,15 +38,12 @@ class Group:
     of workers itself, not a copy. ``holders`` is how many workers have the device.
     """
 
-    __slots__ = ("holders", "hosts", "loose", "tasks", "terms", "workers")
-
-    def __init__(self, terms: Terms) -> None:
-        self.terms = terms
-        self.workers: set[str] = set()
-        self.hosts: frozenset[str] | None = None
-        self.loose = False
-        self.holders = 0
-        self.tasks: dict[Hashable, Any] = {}
+    terms: Terms
+    workers: set[str] = field(default_factory=set)
+    hosts: frozenset[str] | None = None
+    loose: bool = False
+    holders: int = 0
+    tasks: dict[Hashable, Any] = field(default_factory=dict)
 
 
 class Restrictions:
