@@ -47,7 +47,7 @@ class Calls:
 
         # CUDA 12's bindings have two functions. Only the one with _v2 knows MIG instances.
         function = getattr(self.driver, "cuDeviceGetUuid_v2", self.driver.cuDeviceGetUuid)
-        return uuid.UUID(bytes=bytes(self._value(function, self._device(ordinal)).bytes))
+        return uuid.UUID(bytes=bytes(self._value(function, ordinal).bytes))
 
     def device_name(self, ordinal: int) -> str:
         return self._text(self.driver.cuDeviceGetName, ordinal)
@@ -56,52 +56,47 @@ class Calls:
         return self._text(self.driver.cuDeviceGetPCIBusId, ordinal)
 
     def _text(self, function: Callable[..., Any], ordinal: int) -> str:
-        raw: bytes = self._value(function, 128, self._device(ordinal))
+        raw: bytes = self._value(function, 128, ordinal)
         return raw.split(b"\0")[0].decode()
 
     def device_total_memory(self, ordinal: int) -> int:
         """Return bytes."""
-        return int(self._value(self.driver.cuDeviceTotalMem, self._device(ordinal)))
+        return int(self._value(self.driver.cuDeviceTotalMem, ordinal))
 
     def device_compute_capability(self, ordinal: int) -> tuple[int, int]:
-        kind, device = self.types.CUdevice_attribute, self._device(ordinal)
+        kind = self.types.CUdevice_attribute
         major = kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
         minor = kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
         ask = self.driver.cuDeviceGetAttribute
-        return int(self._value(ask, major, device)), int(self._value(ask, minor, device))
+        return int(self._value(ask, major, ordinal)), int(self._value(ask, minor, ordinal))
 
     def can_access_peer(self, ordinal: int, peer: int) -> bool:
-        devices = self._device(ordinal), self._device(peer)
-        return bool(self._value(self.driver.cuDeviceCanAccessPeer, *devices))
-
-    def _device(self, ordinal: int) -> Any:
-        return self._value(self.driver.cuDeviceGet, ordinal)
+        return bool(self._value(self.driver.cuDeviceCanAccessPeer, ordinal, peer))
 
     # -- the primary context of a device
 
     def primary_retain(self, ordinal: int) -> int:
-        return int(self._value(self.driver.cuDevicePrimaryCtxRetain, self._device(ordinal)))
+        return int(self._value(self.driver.cuDevicePrimaryCtxRetain, ordinal))
 
     def primary_release(self, ordinal: int) -> None:
-        self._value(self.driver.cuDevicePrimaryCtxRelease, self._device(ordinal))
+        self._value(self.driver.cuDevicePrimaryCtxRelease, ordinal)
 
     def primary_state(self, ordinal: int) -> tuple[int, bool]:
         """Return the flags that are set, and whether the context is active."""
-        flags, active = self._value(self.driver.cuDevicePrimaryCtxGetState, self._device(ordinal))
+        flags, active = self._value(self.driver.cuDevicePrimaryCtxGetState, ordinal)
         return int(flags), bool(active)
 
     def primary_set_flags(self, ordinal: int, flags: int) -> None:
-        self._value(self.driver.cuDevicePrimaryCtxSetFlags, self._device(ordinal), flags)
+        self._value(self.driver.cuDevicePrimaryCtxSetFlags, ordinal, flags)
 
     # -- contexts
 
     def create(self, ordinal: int, flags: int) -> int:
         """Create a context; the driver makes it current."""
-        device = self._device(ordinal)
         try:
-            return int(self._value(self.driver.cuCtxCreate, None, flags, device))
+            return int(self._value(self.driver.cuCtxCreate, None, flags, ordinal))
         except TypeError:  # CUDA 12's bindings have no such first argument
-            return int(self._value(self.driver.cuCtxCreate, flags, device))
+            return int(self._value(self.driver.cuCtxCreate, flags, ordinal))
 
     def destroy(self, context: int) -> None:
         self._value(self.driver.cuCtxDestroy, context)

@@ -5,18 +5,27 @@ Scopes do not need them. Copies between devices do, and so do probes of a device
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property
+from importlib.resources import files
+from typing import Final
 
 from dask_devctx.driver import statuses
-from dask_devctx.driver.boxes import Boxes
 from dask_devctx.driver.checked import Checked
 from dask_devctx.driver.relaxed import LEGACY_STREAM, Look, RelaxedCapture
 from dask_devctx.errors import DeviceMemoryError, DriverError
 
 IPC_HANDLE_NBYTES = 64
+# A `CUDA_MEMCPY3D`, and the most of them that the kernel takes in a launch.
+BOX_NBYTES: Final = 200
+MOST: Final = 20
+# A `CUlaunchConfig`: the grid, the block, no shared memory, the stream, no attributes. A block has
+# eight rows of 32 threads; about so many blocks keep all multiprocessors busy.
+_LAUNCH = struct.Struct("7I4xQ16x")
+_BLOCKS = 2048
 # CUDA's flags: the event measures no time, which makes it faster; the legacy default stream does
 # not wait for the stream; opened memory can be reached from other devices, locked memory from all.
 _DISABLE_TIMING, _NON_BLOCKING, _ENABLE_PEER_ACCESS, _FOR_ALL_CONTEXTS = 2, 1, 1, 1
@@ -31,7 +40,6 @@ class WorkCalls:
     def __init__(self, checked: Checked) -> None:
         self._free_events: dict[tuple[int, bool], tuple[int | None, list[int]]] = {}
         self.look = Look(self, checked)
-        self.boxes = Boxes(checked, partial(RelaxedCapture, self))
         self.driver = checked.driver
         self.types = checked.types
         self._value, self._error = checked.value, checked.error
@@ -125,6 +133,42 @@ class WorkCalls:
     def stream_wait(self, stream: int, event: int) -> None:
         """Make all later work of the stream wait for an event, which may be of any device."""
         self._value(self.driver.cuStreamWaitEvent, stream, event, 0)
+
+    # -- copies of rows at a pitch: each box is a `CUDA_MEMCPY3D` in a table at an address
+
+    def copy_boxes(self, table: int, count: int, stream: int) -> None:
+        """Enqueue each copy by a call of the driver's, which reads the box before this returns."""
+        for box in range(table, table + count * BOX_NBYTES, BOX_NBYTES):
+            given = self.types.CUDA_MEMCPY3D(box)  # no copy
+            self._value(self.driver.cuMemcpy3DAsync, given, stream)
+
+    def copy_boxes_here(
+        self, table: int, count: int, extent: tuple[int, int], stream: int, *, at_once: bool = False
+    ) -> None:
+        """Enqueue copies within the device's memory, ``MOST`` in a launch of a kernel.
+
+        ``extent`` is the most bytes of a row and the most rows. The table has memory for further
+        ``MOST`` boxes. It is read before this returns.
+        """
+        with RelaxedCapture(self):  # the first launch loads the kernel
+            for first in range(0, count, MOST):
+                n = min(MOST, count - first)
+                down = max(min(extent[1] // 8, _BLOCKS // n), 1)
+                across = max(min(extent[0] // 2048, _BLOCKS // n // down), 1)
+                config = array("B", _LAUNCH.pack(n, down, across, 32, 8, 1, 0, stream))
+                boxes = array("Q", (table + first * BOX_NBYTES,))
+                at, of = config.buffer_info()[0], boxes.buffer_info()[0]
+                if at_once and self._called("cuLaunchKernelEx", 11060, at, self._kernel, of):
+                    continue
+                given = self.types.CUlaunchConfig(at)
+                self._value(self.driver.cuLaunchKernelEx, given, self._kernel, of, 0)
+
+    @cached_property
+    def _kernel(self) -> int:
+        """The kernel of ``csrc/copy_boxes.cu``, for all contexts; it stays loaded."""
+        code = files("dask_devctx.driver").joinpath("copy_boxes.ptx").read_bytes()
+        library = self._value(self.driver.cuLibraryLoadData, code, [], [], 0, [], [], 0)
+        return int(self._value(self.driver.cuLibraryGetKernel, library, b"copy_boxes"))
 
     # -- memory of the current context
 

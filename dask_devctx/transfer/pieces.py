@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.driver.boxes import BOX_NBYTES, MOST
+from dask_devctx.driver.work import BOX_NBYTES, MOST
 from dask_devctx.transfer.ipc.lanes import Lane
 
 # The fields of a `CUDA_MEMCPY3D`, each of 8 bytes here, and CUDA's kinds of memory.

@@ -17,8 +17,8 @@ import pytest
 from cuda.bindings.driver import CUstreamCaptureMode
 
 from dask_devctx import Device
-from dask_devctx.driver.boxes import BOX_NBYTES, MOST
 from dask_devctx.driver.relaxed import LEGACY_STREAM, PER_THREAD_STREAM
+from dask_devctx.driver.work import BOX_NBYTES, MOST
 from dask_devctx.errors import DeviceMemoryError, DriverError
 
 SOME = bytes(range(256)) * 16
@@ -75,9 +75,9 @@ def test_copies_of_rows_at_a_pitch(calls, pointer, stream, how):
     if how.startswith("kernel"):
         boxes += array("Q", bytes(MOST * BOX_NBYTES))
         at_once = how.endswith("once")
-        calls.work.boxes.copy_here(boxes.buffer_info()[0], 2, (5, 6), stream, at_once=at_once)
+        calls.work.copy_boxes_here(boxes.buffer_info()[0], 2, (5, 6), stream, at_once=at_once)
     else:
-        calls.work.boxes.copy(boxes.buffer_info()[0], 2, stream)
+        calls.work.copy_boxes(boxes.buffer_info()[0], 2, stream)
     calls.work.stream_synchronize(stream)
     expected = bytearray(zeros)
     for plane in range(2):
@@ -103,7 +103,7 @@ def test_many_boxes_in_a_few_launches(calls, stream, unit):
         shape = (width, rows, 1)
         boxes += box(source + end - width, target + pitch - end, (pitch, pitch), rows, shape)
     boxes += array("Q", bytes(MOST * BOX_NBYTES))
-    calls.work.boxes.copy_here(boxes.buffer_info()[0], n, (max(widths), rows), stream)
+    calls.work.copy_boxes_here(boxes.buffer_info()[0], n, (max(widths), rows), stream)
     calls.work.stream_synchronize(stream)
     found = calls.work.copy_to_host(target, rows * pitch)
     for row in range(rows):
@@ -124,7 +124,7 @@ def test_the_kernel_is_of_its_source():
 def test_a_pitch_less_than_a_row_is_refused(calls, pointer, stream):
     boxes = box(pointer, pointer + 2 * len(SOME), (4, 8), 2, (8, 2, 1))
     with pytest.raises(DriverError, match="INVALID_VALUE"):
-        calls.work.boxes.copy(boxes.buffer_info()[0], 1, stream)
+        calls.work.copy_boxes(boxes.buffer_info()[0], 1, stream)
 
 
 @pytest.mark.parametrize("which", ["another device", "its context", "a context of this device"])

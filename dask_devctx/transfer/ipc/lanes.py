@@ -70,13 +70,13 @@ class Lane:
 
     def copy_boxes(self, boxes: int, count: int) -> None:
         """Enqueue copies of rows at a pitch: each a ``CUDA_MEMCPY3D``, from an address on."""
-        self._calls.work.boxes.copy(boxes, count, self._stream)
+        self._calls.work.copy_boxes(boxes, count, self._stream)
 
     def copy_boxes_here(self, boxes: int, count: int, extent: tuple[int, int]) -> None:
         """Do so within the device's memory; ``extent``: the most bytes of a row, the most rows."""
         work = self._calls.work
         at_once = count <= _MANY and work.look.is_legacy_idle()
-        work.boxes.copy_here(boxes, count, extent, self._stream, at_once=at_once)
+        work.copy_boxes_here(boxes, count, extent, self._stream, at_once=at_once)
 
     def reached(self) -> Event:
         """Return an event for all work of the stream until now."""
