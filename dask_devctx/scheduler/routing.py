@@ -217,29 +217,19 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         limits: Mapping[str, int],
     ) -> None:
         if used is None:
-            self._withdrawn(address)
-            return
-        devices = WorkerDevices(
-            Inventory(
-                tuple(DeviceInfo(n, uuid, pci_bus_id=pci) for n, (uuid, pci) in enumerate(seen))
-            ),
-            frozenset(used),
-            limits,
-        )
-        self._cluster.announce(address, devices)
+            self._cluster.withdraw(address)
+        else:
+            infos = (DeviceInfo(n, uuid, pci_bus_id=pci) for n, (uuid, pci) in enumerate(seen))
+            devices = WorkerDevices(Inventory(tuple(infos)), frozenset(used), limits)
+            self._cluster.announce(address, devices)
         if used:
             self._sharing.heard(address)
         else:
             self._sharing.left(address, may_return=False)
-        if address in self._cluster.workers:
-            self._review()
-
-    def _withdrawn(self, address: str) -> None:
-        self._sharing.left(address, may_return=False)
-        self._cluster.withdraw(address)
         if not self._cluster.using:
             self._close_pages()
-        self._review()
+        if address in self._cluster.workers:
+            self._review()
 
     def _refused(self, address: str, kind: str, arguments: Sequence[Any]) -> None:
         """Note why a worker leaves; the error is made here, and nothing is unpickled."""
