@@ -42,9 +42,11 @@ if TYPE_CHECKING:
     from dask_devctx.transfer.pieces import Library, Pieces
     from dask_devctx.worker.values.store import Store
 
-# The part of a device's memory for the pieces that a worker is asked for at once. While these are
-# used, the next are on their way.
-_PART: Final = 128
+# The part of a device's memory for the pieces that all workers are asked for at once. While these
+# are used, the next are on their way.
+_PART: Final = 64
+# The part of these for the first message, which a task waits for.
+_FIRST: Final = 16
 
 
 class Arrived(NamedTuple):
@@ -144,14 +146,17 @@ class Rechunks:
             if found is None:
                 self._ask(grid, owner, index)
                 found = grid.coming.pop((index, owner))
-            if found.offset == 0 and self._ahead_nbytes:
+            if found.offset == 0 and self._ahead_nbytes(grid):
                 self._ask(grid, owner)
             return found
 
     def _ask(self, grid: Grid, owner: int, first: Index | None = None) -> None:
         """Ask a worker for its pieces of a block of this worker's, and of those that come next."""
-        ahead = grid.run.outputs_to_come(self._worker) if self._ahead_nbytes else []
+        enough = self._ahead_nbytes(grid)
+        ahead = grid.run.outputs_to_come(self._worker) if enough else []
         wanted = [index for index in ahead if index != first and (index, owner) not in grid.asked]
+        if first is not None:
+            enough //= _FIRST
         asked: dict[Index, int] = {}  # where the pieces of each begin
         end = 0
         for index in wanted if first is None else [first, *wanted]:
@@ -161,17 +166,18 @@ class Rechunks:
             if nbytes:
                 asked[index] = end
                 end += nbytes
-            if end >= self._ahead_nbytes:
+            if end >= enough:
                 break
         if asked:
             future = self._fetched(grid, owner, tuple(asked))
             for index, offset in asked.items():
                 grid.coming[index, owner] = Coming(future, offset, len(asked) > 1)
 
-    @property
-    def _ahead_nbytes(self) -> int:
-        """How much is asked for ahead; 0 where the next blocks may be made on another device."""
-        return (self._devices[0].info.total_memory or 0) // _PART if len(self._devices) == 1 else 0
+    def _ahead_nbytes(self, grid: Grid) -> int:
+        """How much a worker is asked for; 0 where the next blocks may be made on another device."""
+        if len(self._devices) > 1:
+            return 0
+        return (self._devices[0].info.total_memory or 0) // _PART // len(grid.addresses)
 
     def _fetched(self, grid: Grid, owner: int, asked: tuple[Index, ...]) -> Future[Any]:
         fetched = grid.run.fetched(self._worker, grid.addresses[owner], asked)
