@@ -83,7 +83,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
 
     def __init__(self, **options: Any) -> None:
         refuse_unknown(options, OPTION_NAMES, type(self).__name__)
-        self.annotations_kept = keep_annotations()
+        keep_annotations()
         serialization.register()  # in this process too, for the values that it scatters
         for text in config.unknown_keys():
             warnings.warn(text, stacklevel=2)
@@ -207,6 +207,5 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         if self._share is not None:
             self._share.release()
             self._share = None
-        self.annotations_kept.close()  # for the process that made the plugin
         if worker.status is Status.closing:
             await no_more_heartbeats(worker)

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import importlib.util
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from benchmarks import subjects
-from benchmarks.__main__ import main
 from benchmarks.case import TINY, Case, Contender, ContenderFailedError, Size
-from benchmarks.host import Entry, started
 from benchmarks.measure import measure, verdict
 from benchmarks.report import as_data, judgement, table
 from dask_devctx import driver
@@ -74,22 +66,6 @@ def test_the_command_line_measures_every_subject(
     assert missing <= absent
 
 
-def test_cases_are_chosen_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ["--tiny", "scope", "-o", str(tmp_path), "-k"]
-    assert CliRunner().invoke(main, [*arguments, "NOTHING is"]).exit_code == 0
-    before = (tmp_path / "results.json").read_text()
-    (case,) = json.loads(before)["subjects"]["scope"]["cases"]
-    assert case["name"].startswith("nothing is current")
-    done = CliRunner().invoke(main, [*arguments, "no such case"])
-    assert done.exit_code == 1
-    assert "no case's name has 'no such case'" in done.output
-    assert (tmp_path / "results.json").read_text() == before
-    # clusters start only for the cases that are chosen
-    monkeypatch.setattr("benchmarks.subjects.memory.field.n_devices", lambda: 2)
-    monkeypatch.setattr("benchmarks.subjects.memory.started", pytest.fail)
-    assert not list(subjects.load("memory").cases(dataclasses.replace(TINY, only=("absent",))))
-
-
 def fails(count: int) -> float:
     raise ContenderFailedError("it has had enough")
 
@@ -128,38 +104,3 @@ def test_ratios_are_ours_by_theirs_and_only_peers_that_do_the_whole_job_count() 
     data = as_data(case, measured)
     assert data["failed"] == [{"name": "fails", "reason": "it has had enough"}]
     assert [len(one["values"]) for one in data["contenders"]] == [3] * 5
-
-
-class _Held:
-    """What a contender's process holds in these tests."""
-
-    def add(self, one: int, other: int) -> int:
-        return one + other
-
-    def fail(self) -> None:
-        raise ValueError("it does not work\nat all")
-
-    def die(self) -> None:
-        print("here is why", flush=True)
-        os._exit(3)
-
-
-@contextlib.contextmanager
-def held() -> Iterator[_Held]:
-    yield _Held()
-
-
-HELD = "tests.test_benchmarks:held"
-
-
-def test_a_host_answers_until_it_dies() -> None:
-    with started([Entry("held", HELD)]) as (hosts, failed):
-        assert failed == []
-        host = hosts[0][1]
-        assert host.call("add", 1, 2) == 3
-        with pytest.raises(ContenderFailedError, match=r"ValueError: it does not work at all"):
-            host.call("fail")
-        assert host.call("add", 1, 3) == 4
-        for _ in range(2):
-            with pytest.raises(ContenderFailedError, match=r"died in die.*here is why"):
-                host.call("die")

@@ -18,14 +18,11 @@ AT_THE_TOP = 16
 LINES = 340
 # One idea each, of which no part can stand alone.
 LONGER = {
-    "annotations.py": 400,  # read by kinds
     "cuda/context.py": 360,  # what every context has, and the primary one
     "errors.py": 490,  # the tree of errors: read one by one
     "simulated_array.py": 440,
     "worker/values/spill.py": 559,  # what leaves and what comes back, of one account
 }
-# Names of modules that have no subject of their own.
-NO_IDEA = {"common", "helpers", "misc", "tools", "util", "utils"}
 
 
 def test_few_entries_at_the_top() -> None:
@@ -38,20 +35,9 @@ def test_few_entries_at_the_top() -> None:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_a_module_is_small_and_has_an_idea(module: str) -> None:
+def test_a_module_is_small(module: str) -> None:
     lines = len((PACKAGE / module).read_text().splitlines())
     assert lines <= LONGER.get(module, LINES), f"{module} has {lines} lines: split it by ideas"
-    bad = NO_IDEA & {Path(part).stem for part in Path(module).parts}
-    assert not bad, f"{module}: a module's name says its idea, and {bad} says none"
-
-
-def test_a_longer_module_is_still_long() -> None:
-    short = {
-        module: lines
-        for module, limit in LONGER.items()
-        if (lines := len((PACKAGE / module).read_text().splitlines())) <= LINES
-    }
-    assert not short, f"LONGER needs no entry for {short}"
 
 
 def test_ci_names_only_tests_that_exist() -> None:

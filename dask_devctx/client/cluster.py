@@ -104,7 +104,6 @@ class LocalDeviceCluster(WatchedCluster):
         settings = {
             f"devctx.{key_of(n)}": kwargs.pop(n) for n in SETTINGS_OF_DASK_CUDA & kwargs.keys()
         }
-        self._made_plugin = plugin is None
         if plugin is None:
             with dask.config.set({key: v for key, v in settings.items() if v is not None}):
                 plugin = DevicePlugin(**given)
@@ -174,10 +173,6 @@ class LocalDeviceCluster(WatchedCluster):
     async def _scheduler_runs(self) -> None:
         await add_plugin(self.scheduler, self._routing)
         await add_worker_plugin(self.scheduler, self._plugin)
-
-    def _has_closed(self) -> None:
-        if self._made_plugin:
-            self._plugin.annotations_kept.close()
 
     def _worker_left(self) -> None:
         """Let scaling replace the workers that could not use their devices."""

@@ -116,9 +116,6 @@ class WatchedCluster(LocalCluster):  # type: ignore[misc]
         """Return a context manager that is open while workers are started and closed."""
         return nullcontext()
 
-    def _has_closed(self) -> None:
-        """Called when the whole cluster is closed."""
-
     def _forget(self, name: object) -> None:
         """Let scaling replace a worker that is gone by one with another name."""
         if self.worker_spec.pop(name, None):
@@ -150,10 +147,6 @@ class WatchedCluster(LocalCluster):  # type: ignore[misc]
     async def _correct_state_internal(self) -> None:
         with self._scaling():
             await super()._correct_state_internal()
-
-    async def _close(self) -> None:
-        await super()._close()
-        self._has_closed()
 
     def __await__(self) -> Generator[Any, Any, Self]:
         starting = self.status is Status.created  # a client also awaits a cluster that runs

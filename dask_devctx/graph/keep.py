@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import cloudpickle
@@ -19,7 +18,7 @@ import dask
 from dask_devctx.dask_internals import check
 from dask_devctx.graph import calls, optimize
 
-__all__ = ["Kept", "Optimizer", "calls", "keep_annotations"]
+__all__ = ["Optimizer", "calls", "keep_annotations"]
 
 _OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "array_optimize": optimize.optimize_array,
@@ -28,37 +27,8 @@ _OPTIMIZERS: dict[str, Callable[..., Any]] = {
 }
 
 
-# The plugins and clusters that keep annotations; the last one that closes restores dask's settings.
-_open: list[Kept] = []
-_lock = threading.Lock()
-
-
-class Kept(AbstractContextManager["Kept"]):
-    """Annotations of this process survive until this object is closed; also a context manager.
-
-    If there are several, the last close restores dask's own settings. A copy in another process
-    closes nothing.
-    """
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stop keeping annotations for this object; a second call does nothing."""
-        with _lock:
-            if self in _open:
-                _open.remove(self)
-                if not _open:
-                    _restore_optimizers()
-
-
-def keep_annotations() -> Kept:
-    """Make ``device`` annotations of this process' collections survive.
-
-    Returns
-    -------
-    Kept
-        Its ``close`` undoes this. Without that call annotations survive as long as the process.
+def keep_annotations() -> None:
+    """Make ``device`` annotations of this process' collections survive, as long as it lives.
 
     Raises
     ------
@@ -80,26 +50,11 @@ def keep_annotations() -> Kept:
     It keeps those around ``compute()`` and ``persist()``.
     """
     check()
-    kept = Kept()
-    with _lock:
-        _set_optimizers()
-        _open.append(kept)
-    return kept
-
-
-def _set_optimizers() -> None:
     for key, function in _OPTIMIZERS.items():
         if key not in dask.config.config:
             dask.config.update_defaults({key: Optimizer(function)})
         elif dask.config.config[key] == "":  # one that came through JSON
             dask.config.set({key: Optimizer(function)})
-
-
-def _restore_optimizers() -> None:
-    for values in (dask.config.config, *dask.config.defaults):
-        for key in _OPTIMIZERS:
-            if isinstance(values.get(key), Optimizer):
-                del values[key]
 
 
 class Optimizer(str):
@@ -126,6 +81,9 @@ class Optimizer(str):
 
     def __reduce__(self) -> Any:
         return cloudpickle.loads, (_by_value(self.function),)
+
+
+_lock = threading.Lock()
 
 
 @functools.cache

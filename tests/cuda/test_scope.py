@@ -127,16 +127,6 @@ def test_another_context_at_the_same_address(machine):
         assert current() == 0
 
 
-def test_context_that_was_dead_on_entering(backend, device):
-    calls = backend.driver()
-    foreign = calls.create(0, 0)
-    on_thread(lambda: calls.destroy(foreign))
-    assert current() == foreign
-    with pytest.raises(DeviceScopeError, match="destroyed before this scope was entered"), device:
-        assert Device.current() is device
-    assert current() == 0
-
-
 # -- calls that fail
 
 

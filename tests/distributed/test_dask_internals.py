@@ -97,7 +97,6 @@ async def test_without_a_name_nothing_is_changed(client: Any, scheduler: Any, wo
         "Worker": lambda: plugin.setup(worker).send(None),
         "Scheduler": lambda: routing.start(scheduler).send(None),
     }
-    plugin.annotations_kept.close()
     changes, starts = changes_of(worker), {"Worker": worker, "Scheduler": scheduler}
     handlers, config = dict(scheduler.handlers), dict(dask.config.config)
     missing = [(name, [*makers], *parts(name)) for name in dask_internals.NAMES]
@@ -204,33 +203,3 @@ async def test_a_workers_log_keeps_lines_and_no_values(client: Any, worker: Any)
     (line,) = [line for _, line in logs[worker.address] if "dask_devctx.test" in line]
     assert "WARNING - it failed\nTraceback" in line
     assert line.endswith("ValueError: about _Value")
-
-
-def test_annotations_are_kept_until_the_last_is_closed(child: Any) -> None:
-    def keeps() -> None:
-        import pickle
-
-        import dask
-        import distributed  # noqa: F401  brings defaults of its own
-
-        from dask_devctx.graph.keep import keep_annotations
-
-        def now() -> object:
-            found = {k: v for k, v in dask.config.config.items() if k.endswith("_optimize")}
-            return found, len([d for d in dask.config.defaults if d])
-
-        before = now()
-        first, second = keep_annotations(), keep_annotations()
-        kept = now()
-        assert kept[0].keys() == {"array_optimize", "bag_optimize", "delayed_optimize"}
-        pickle.loads(pickle.dumps(first)).close()
-        first.close()
-        first.close()
-        assert now() == kept
-        second.close()
-        assert now() == before
-        with keep_annotations():
-            assert now()[0] == kept[0]
-        assert now() == before
-
-    child(keeps)

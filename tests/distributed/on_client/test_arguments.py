@@ -87,10 +87,7 @@ def test_numbers_count_as_the_variable_does(monkeypatch: pytest.MonkeyPatch) -> 
         ({"device": 0}, TypeError, r"no option 'device'. Did you mean devices\?"),
         ({"protocol": "ucx"}, ImportError, "protocol='ucx' needs the package d"),
         ({"CUDA_VISIBLE_DEVICES": ""}, ValueError, "^CUDA_VISIBLE_DEVICES is empty, got ''"),
-        ({"rmm_pool_sizes": 1}, TypeError, r"Did you mean rmm_pool_size\?"),
         ({"death_timeouts": 1}, TypeError, r"Did you mean death_timeout\?"),
-        ({"devices": [9]}, DeviceNotFoundError, "no device 9"),
-        ({"nvtx": True}, TypeError, "has no option 'nvtx'. It is configuration"),
         ({"rmm_pool_size": 0.5, "allocator": "cupy-async"}, TypeError, "either allocator or RMM"),
         (
             {"n_workers": 5},
@@ -98,7 +95,6 @@ def test_numbers_count_as_the_variable_does(monkeypatch: pytest.MonkeyPatch) -> 
             "5 workers with 1 device each would need 5, and the cluster has 4. Start fewer w",
         ),
         ({"n_workers": 3, "devices": [0, 1]}, ValueError, r"need 3, and the cluster has 2\. Start"),
-        ({"devices_per_worker": 0}, ValueError, "devices_per_worker must be a whole number"),
         ({"plugin": DevicePlugin(), "devices": [0]}, TypeError, "either a plugin"),
     ],
 )
