@@ -188,6 +188,7 @@ class LocalDeviceCluster(WatchedCluster):
         new = [error for name, error in refused.items() if name not in earlier]
         there = {worker.name for worker in self.scheduler.workers.values()}
         for name in earlier - there:  # one that is still leaving is forgotten when it has left
+            self._forget(name)  # this may be before the cluster is told that it has left
             refused.pop(name, None)
         if self.status in (Status.created, Status.starting, Status.running):
             for error in new:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import re
 import threading
 import time
@@ -212,9 +213,22 @@ def test_more_workers_than_there_is_room_for_are_refused() -> None:
                 grow(4)
 
 
-def test_devices_that_were_in_use_are_taken_when_they_are_free() -> None:
+class ToldLate(LocalDeviceCluster):
+    """It scales again before it knows that a worker has left."""
+
+    def _update_worker_status(self, op: str, msg: Any) -> None:
+        told = functools.partial(super()._update_worker_status, op, msg)
+        if op == "remove":
+            self.scale(3)
+        self.loop.call_later(0.02 if op == "remove" else 0, told)
+
+
+@pytest.mark.parametrize("kind", [LocalDeviceCluster, ToldLate])
+def test_devices_that_were_in_use_are_taken_when_they_are_free(
+    kind: type[LocalDeviceCluster],
+) -> None:
     share = acquire(devices(), 3, holder="somebody")
-    with started(n_workers=1, devices_per_worker=1) as client:
+    with started(kind, n_workers=1, devices_per_worker=1) as client:
         cluster: Any = client.cluster
         cluster.adapt(minimum=3, interval="100ms")  # it tries again by itself
         time.sleep(0.5)
