@@ -20,13 +20,13 @@ from distributed import Worker
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.shuffles import DeviceRechunk, Held, Index
-from dask_devctx.scheduler.messages import PROTOCOL, RECHUNK
+from dask_devctx.scheduler.messages import RECHUNK
 from dask_devctx.transfer import Stamp, device_of, nbytes_by_device, to_host
 from dask_devctx.transfer.ipc import lanes
 from dask_devctx.transfer.location import memory_of
 from dask_devctx.transfer.move import Move
 from dask_devctx.transfer.traffic import TrafficCounts, timing
-from dask_devctx.worker.leases.registration import has_routing
+from dask_devctx.worker.leases.registration import tell
 from dask_devctx.worker.rechunk_grid import (
     Block,
     Coming,
@@ -100,10 +100,7 @@ class Rechunks:
 
     async def lead_outputs(self, run: DeviceRechunk) -> None:
         """Have each task that makes a block of the output sent to the block's worker at once."""
-        if has_routing(self._worker):
-            tell = getattr(self._worker.scheduler, RECHUNK)
-            said = {"shuffle": run.id, "number": run.run_id}
-            await tell(address=self._worker.address, protocol=PROTOCOL, **said)
+        await tell(self._worker, RECHUNK, shuffle=run.id, number=run.run_id)
 
     def output(self, run: DeviceRechunk, index: Index) -> Any:
         """Return a block of the output; None if it is made of no blocks on devices."""

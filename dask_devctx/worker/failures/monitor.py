@@ -18,12 +18,10 @@ from dask_devctx.scheduler.messages import Failure
 from dask_devctx.worker.failures.calls import Call, Calls, Work
 from dask_devctx.worker.failures.oom_retries import Retries
 from dask_devctx.worker.failures.shutdown import begin_the_end
-from dask_devctx.worker.leases.registration import has_routing
 
 logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL_MS: Final = 1000
-_UNMARKED: Final = "the scheduler lacks dask-devctx, so that no task can be watched in its next run"
 
 
 class Monitor:
@@ -130,11 +128,6 @@ class Monitor:
         if any(one.key == sole for one in running):
             erred.setdefault(sole, "")
         own = None if who is None else who.key
-        # A scheduler without this package marks no suspects, so that they would not be watched when
-        # they run again. So the task that notices a failure errs: no task runs without end.
-        marked = hardware or has_routing(self._worker)
-        if who and not marked and (began or not {*keys} - {own}):
-            erred.setdefault(own, _UNMARKED)
         watched = sole is not None and self.calls.is_isolated(sole)
         beside = dict.fromkeys([*([own] if who else []), *(one.key for one in running)])
         return Failure(

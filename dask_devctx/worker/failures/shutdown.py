@@ -17,7 +17,7 @@ from dask_devctx.annotations import runs_once
 from dask_devctx.dask_internals import tasks
 from dask_devctx.dask_internals import worker as internals
 from dask_devctx.scheduler.messages import ACTION, FAILED, PROTOCOL, TOPIC, Failure
-from dask_devctx.worker.leases.registration import has_routing, tell
+from dask_devctx.worker.leases.registration import tell
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +52,11 @@ async def _end(worker: Worker, failure: Failure, answered: Callable[[], Awaitabl
     # No step calls the devices: any call may hang, and libraries do not survive a reset of their
     # primary context. A worker that is closing closes as it would, and dask runs its tasks
     # elsewhere: only the scheduler is told, if the worker can still reach it.
-    error, marks = failure.error, has_routing(worker)
+    error = failure.error
     confirmed = partial(tell, worker, FAILED, **failure._asdict())  # leaving may overtake the event
     if worker.status in _ENDING:
         logger.warning("While the worker closes: %s", error)
-        if marks and worker.status is Status.closing:
+        if worker.status is Status.closing:
             await _bounded(confirmed(), "name its suspects to the scheduler")
         return
     logger.error("%s", error)
@@ -68,8 +68,7 @@ async def _end(worker: Worker, failure: Failure, answered: Callable[[], Awaitabl
         last_resort.daemon = True
         last_resort.start()
     # 2. The scheduler knows the suspects, and watches them when they run again.
-    if marks:
-        await _bounded(confirmed(), "name its suspects to the scheduler")
+    marked = await _bounded(confirmed(), "name its suspects to the scheduler")
     # 3. Each error reaches the scheduler, also if the task does not end, and so does the end of
     # each task that must not run twice: else dask runs it again. Callers of actors get theirs.
     erred = [key for key, _ in failure.erred]
@@ -82,9 +81,9 @@ async def _end(worker: Worker, failure: Failure, answered: Callable[[], Awaitabl
         await _bounded(_reported(worker, once), "see a task's end reported")
     await _bounded(answered(), "answer the callers of its actors")
     # 4. It leaves as expected, so that dask blames no other task, and computes the results again.
-    # If nobody marks and nobody errs, or an error was not sent, dask counts the loss of the worker:
-    # no task runs without end.
-    expected = reported and (marks or bool(erred))
+    # If the suspects are not marked and nobody errs, or an error was not sent, dask counts the loss
+    # of the worker: no task runs without end.
+    expected = reported and (marked or bool(erred))
     await _bounded(internals.leave_scheduler(worker, expected=expected), "leave the scheduler")
     await asyncio.sleep(_REFUSING_S)
     # 5. The process exits. A nanny starts another.

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar, Final
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from distributed import Worker
 from distributed.core import Status
@@ -47,23 +47,14 @@ def say_devices(devices: Sequence[Device]) -> None:
     _of_worker.info("This worker uses %s: %s", counted(len(devices), "device"), names)
 
 
-# The workers whose scheduler lacks this package.
-_without_routing: WeakSet[Worker] = WeakSet()
 # A scheduler that could not be reached is told again after this time.
 _AGAIN_S: Final = 1.0
-
-
-def has_routing(worker: Worker) -> bool:
-    """Return whether a worker's scheduler has this package, as far as the worker knows."""
-    return worker not in _without_routing
 
 
 async def announce(
     worker: Worker, used: Sequence[Device], limits: Mapping[Device, int], turn: Turn
 ) -> None:
     """Tell the scheduler which devices a worker has, and the bytes that tasks may reserve there."""
-    # A scheduler that lacks this package gets `DeviceRouting`. If it cannot install that, tasks run
-    # on any worker, and a task that names a device of another worker fails.
     # The other devices that the worker sees are announced too: the ordinals need them.
     seen = [(one.uuid, one.pci_bus_id) for one in discovery.inventory(driver.backend()).devices]
     try:
@@ -77,16 +68,6 @@ async def announce(
         logger.info("The scheduler was not told of the devices: %r. It is told again", error)
         if worker.status in (Status.init, Status.running, Status.paused):
             worker.loop.call_later(_AGAIN_S, partial(announce, worker, used, limits, turn))
-    except Exception as error:
-        logger.warning(
-            "Tasks that name a device may go to a worker that does not have it: the scheduler "
-            "did not accept the plugin of dask-devctx (%r). Install dask-devctx where the "
-            "scheduler runs.",
-            error,
-        )
-        _without_routing.add(worker)
-    else:
-        _without_routing.discard(worker)
 
 
 def withdraw(worker: Worker) -> None:
@@ -159,20 +140,24 @@ class Turn:
 
 
 async def install_routing(worker: Worker) -> None:
-    """Send the scheduler this package's plugin, if it lacks it."""
-    await worker.scheduler.register_scheduler_plugin(
-        plugin=dumps(DeviceRouting()), name=DeviceRouting.name, idempotent=True
-    )
+    """Send the scheduler this package's plugin, if it lacks it; raise if it cannot have it."""
+    try:
+        await worker.scheduler.register_scheduler_plugin(
+            plugin=dumps(DeviceRouting()), name=DeviceRouting.name, idempotent=True
+        )
+    except OSError:  # also a closed connection, and no answer in time
+        raise
+    except Exception as error:
+        raise DevctxError(
+            f"the scheduler at {worker.scheduler.address} did not accept the plugin of dask-devctx "
+            f"({error!r}). Install dask-devctx where the scheduler runs; it needs no GPU there"
+        ) from error
 
 
-async def ask(worker: Worker, op: str, **what: object) -> Any:
-    """Return the scheduler's answer to a message of a worker."""
+async def tell(worker: Worker, op: str, **what: object) -> Any:
+    """Send the scheduler a message of a worker; return its answer, or raise if it refuses it."""
     address = worker.contact_address or worker.address
-    return await getattr(worker.scheduler, op)(address=address, protocol=PROTOCOL, **what)
-
-
-async def tell(worker: Worker, op: str, **what: object) -> None:
-    """Send the scheduler a message of a worker; raise if it refuses it."""
-    answer = await ask(worker, op, **what)
-    if answer != "OK":
-        raise RuntimeError(f"the scheduler answers {op} with {answer!r}")
+    said = await getattr(worker.scheduler, op)(address=address, protocol=PROTOCOL, **what)
+    if isinstance(said, str) and said != "OK":
+        raise DevctxError(f"the scheduler answers {op} with {said!r}")
+    return said

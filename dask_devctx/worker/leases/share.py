@@ -66,6 +66,8 @@ class DeviceShare:
         """Return the devices, once the scheduler and the holders of locks agree, or raise."""
         found, count = self._found(), self._count
         if self._shared:
+            with suppress(OSError):  # `announce` does it later
+                await registration.install_routing(self._worker)
             return found[:count]
         others = [device for device in found if device not in self._locks]
         held = await asyncio.to_thread(held_devices, others)
@@ -81,7 +83,7 @@ class DeviceShare:
             free.sort(key=lambda device: found.index(device) // count != n)
         try:
             answer = await self._claim(free)
-        except Exception:  # the scheduler lacks this package: the locks alone decide
+        except OSError:  # the scheduler is not reached now: the locks alone decide
             if count is None or not self._locks:
                 held = await asyncio.to_thread(self._take, others, count)
             if not self._locks and not self._is_released:
@@ -140,7 +142,7 @@ class DeviceShare:
     async def _claim(self, free: Sequence[Device]) -> Mapping[str, Any]:
         """Let the scheduler say which devices are this worker's."""
         await registration.install_routing(self._worker)
-        answer = await registration.ask(
+        answer = await registration.tell(
             self._worker,
             CLAIM,
             name=self._worker.name,
