@@ -122,8 +122,22 @@ def dask_cuda(
         yield cluster
 
 
-def hosted(subject: Callable[[Cluster], T]) -> tuple[Opened[T], Opened[T]]:
-    """Return the functions that open a subject on a cluster: on ours, and on dask-cuda's."""
+@contextlib.contextmanager
+def plain(library: str, n_devices: int) -> Iterator[Cluster]:
+    """dask alone: a worker for each GPU, which its environment shows it."""
+    from distributed import Client, Nanny, Scheduler, SpecCluster
+
+    workers = {
+        n: {"cls": Nanny, "options": {"nthreads": 1, "env": {"CUDA_VISIBLE_DEVICES": str(n)}}}
+        for n in range(n_devices)
+    }
+    scheduler = {"cls": Scheduler, "options": {"dashboard_address": ":0"}}
+    with SpecCluster(workers, scheduler) as cluster, Client(cluster) as client:
+        yield _ready(client, library, n_devices, n_devices)
+
+
+def hosted(subject: Callable[[Cluster], T]) -> tuple[Opened[T], Opened[T], Opened[T]]:
+    """Return the functions that open a subject on a cluster: ours, dask-cuda's and plain dask's."""
 
     def on(cluster: Opened[Cluster]) -> Opened[T]:
         @contextlib.contextmanager
@@ -133,7 +147,7 @@ def hosted(subject: Callable[[Cluster], T]) -> tuple[Opened[T], Opened[T]]:
 
         return opened
 
-    return on(ours), on(dask_cuda)
+    return on(ours), on(dask_cuda), on(plain)
 
 
 def computed(client: Any, result: Any) -> list[Any]:

@@ -58,7 +58,8 @@ def cases(size: Size) -> Iterator[Case]:
         Entry("as it comes", f"{_MODULE}:ours", (field.library(), n_devices, None), _DEFAULT),
         Entry("one worker for all", f"{_MODULE}:ours", (field.library(), n_devices, 1), _ONE),
     ]
-    with started([*ours, *peers]) as (hosts, failed):
+    floor = Entry("plain dask", f"{_MODULE}:plain", (field.library(), n_devices))
+    with started([*ours, *peers, floor]) as (hosts, failed):
         if not hosts or hosts[0][0] is not ours[0]:
             raise CannotRunError(failed[0].reason)
         for which, chunks in enumerate(("large", "small")):

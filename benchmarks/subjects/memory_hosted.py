@@ -44,7 +44,7 @@ class Memory(Jobs):
         return float(self._cluster.submit(bare, self._cluster.library, nbytes, device=0).result())
 
 
-ours, dask_cuda = clusters.hosted(Memory)
+ours, dask_cuda, _ = clusters.hosted(Memory)
 
 
 JOBS = {

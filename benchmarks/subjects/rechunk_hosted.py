@@ -50,7 +50,7 @@ class Rechunks:
         return took
 
 
-ours, dask_cuda = clusters.hosted(Rechunks)
+ours, dask_cuda, _ = clusters.hosted(Rechunks)
 
 
 # -- on the workers

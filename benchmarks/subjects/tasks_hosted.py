@@ -90,7 +90,7 @@ class Noops:
         return took
 
 
-ours, dask_cuda = clusters.hosted(lambda cluster: Noops(cluster.client))
+ours, dask_cuda, _ = clusters.hosted(lambda cluster: Noops(cluster.client))
 
 
 def nothing(number: int, given: object = None) -> None:
