@@ -92,17 +92,7 @@ _BY_OWNER: Final = {
     "distributed.deploy.cluster:Cluster.": "_update_worker_status",
     "distributed.protocol.cuda:": "cuda_deserialize._lookup cuda_serialize._lookup",
 }
-# For a scheduler that shows dask's dashboard: these need Bokeh.
-_OF_A_DASHBOARD: Final = {
-    "distributed.dashboard.components.scheduler:": "env.loader",
-    "distributed.dashboard.core:": "DaskBokehTornado",
-    "distributed.dashboard.scheduler:": "template_variables",
-    "distributed.diagnostics.progress_stream:": "color_of",
-}
-NAMES, OF_A_DASHBOARD = (
-    tuple(f"{owner}{name}" for owner, names in table.items() for name in names.split())
-    for table in (_BY_OWNER, _OF_A_DASHBOARD)
-)
+NAMES = tuple(f"{owner}{name}" for owner, names in _BY_OWNER.items() for name in names.split())
 ON_A_WORKER, ON_A_SCHEDULER = (
     tuple(names.split())
     for names in (
@@ -124,7 +114,13 @@ _STEP = re.compile(r"\.?(\w+)|\[([\w-]+)\]|(\(\))")
 @functools.cache
 def check() -> None:
     """Check every name that needs no worker and no scheduler; once in each process."""
-    _find_in_modules(NAMES)
+    for name in NAMES:
+        module, _, way = name.partition(":")
+        try:
+            start: object = import_module(module)
+        except ImportError as error:
+            raise unsupported(name.replace(":", ".")) from error
+        _find(start, [way], module)
 
 
 def check_worker(worker: Worker) -> None:
@@ -139,26 +135,10 @@ def check_scheduler(scheduler: Scheduler) -> None:
     _find(scheduler, ON_A_SCHEDULER, "distributed.Scheduler")
 
 
-def check_dashboard(scheduler: Scheduler) -> None:
-    """Check every name that is used of a scheduler's dashboard; raise as :func:`check` does."""
-    _find_in_modules(OF_A_DASHBOARD)
-    _find(scheduler, ["http_application.applications"], "distributed.Scheduler")
-
-
 def unsupported(name: str) -> UnsupportedDaskError:
     """Return the error for a name that is missing."""
     packages = map(import_module, ("dask", "distributed", "dask_devctx"))
     return UnsupportedDaskError(name, *(package.__version__ for package in packages))
-
-
-def _find_in_modules(names: Iterable[str]) -> None:
-    for name in names:
-        module, _, way = name.partition(":")
-        try:
-            start: object = import_module(module)
-        except ImportError as error:
-            raise unsupported(name.replace(":", ".")) from error
-        _find(start, [way], module)
 
 
 def _find(start: Any, ways: Iterable[str], name: str) -> None:

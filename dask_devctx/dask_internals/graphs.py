@@ -25,14 +25,11 @@ def count_elements_on_device(kind: type) -> bool:
         return False
     from dask.array import backends, dispatch
 
-    for module, name in (
-        (backends, "_numel_arraylike"),
-        (backends, "percentile"),
-        (dispatch, "numel_lookup"),
-        (dispatch, "percentile_lookup"),
-    ):
-        if not hasattr(module, name):
-            raise unsupported(f"{module.__name__}.{name}")
-    dispatch.numel_lookup.register(kind, backends._numel_arraylike)
-    dispatch.percentile_lookup.register(kind, backends.percentile)
+    try:
+        numel, percentile = backends._numel_arraylike, backends.percentile
+        lookups = dispatch.numel_lookup, dispatch.percentile_lookup
+    except AttributeError as error:
+        raise unsupported(f"dask.array.{error.name}") from error
+    lookups[0].register(kind, numel)
+    lookups[1].register(kind, percentile)
     return True

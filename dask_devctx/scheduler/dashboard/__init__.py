@@ -7,9 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from distributed import Scheduler
 
-from dask_devctx.dask_internals import check_dashboard
 from dask_devctx.dask_internals.scheduler import has_dashboard
-from dask_devctx.errors import UnsupportedDaskError
 
 logger = logging.getLogger(__name__)
 
@@ -24,10 +22,8 @@ def device_pages(scheduler: Scheduler) -> AbstractContextManager[None]:
         logger.debug("The scheduler shows no dashboard, so that there is no page /devices")
         return nullcontext()
     try:
-        check_dashboard(scheduler)
-    except UnsupportedDaskError as error:
+        from dask_devctx.scheduler.dashboard.page import shown  # imports Bokeh, and dask's names
+    except ImportError as error:
         logger.warning("The dashboard gets no page /devices: %s", error)
         return nullcontext()
-    from dask_devctx.scheduler.dashboard.page import shown  # imports Bokeh
-
     return shown(scheduler)
