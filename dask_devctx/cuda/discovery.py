@@ -232,7 +232,7 @@ def is_lost(backend: Backend, info: DeviceInfo) -> bool:
 
 def _ask(backend: Backend, info: DeviceInfo, function: str, *arguments: int) -> Any:
     nvml = backend.nvml
-    question = getattr(nvml, function, None)  # a simulated GPU has no power
+    question = getattr(nvml, function, None)  # a simulated GPU has no clock and no power
     try:
         return None if question is None else question(_handle(nvml, info), *arguments)
     except (_error(), LookupError):

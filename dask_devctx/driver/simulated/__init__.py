@@ -31,27 +31,13 @@ __all__ = [
 
 
 class SimulatedMachine:
-    """Simulated GPUs with a driver and an NVML to talk to them.
+    """Simulated GPUs with a driver and an NVML, which stand in for the real ones.
 
-    Parameters
-    ----------
-    count
-        How many GPUs.
-    host
-        A name from which the GPUs' UUIDs are made, so that each machine has its own. The default
-        is ``DASK_DEVCTX__SIMULATED_HOST``, or else the host's name.
-    total_memory
-        Bytes per GPU.
-
-    Attributes
-    ----------
-    gpus
-        Their states. Changes before ``cuInit`` make another machine.
-    faults
-        Injects faults into the driver, and counts its calls.
-    driver, nvml
-        Stand-ins for ``cuda.bindings.driver`` and ``pynvml``.
+    ``gpus`` are their states: changes before ``cuInit`` make another machine. ``faults`` injects
+    faults into the driver, and counts its calls.
     """
+
+    # The GPUs' UUIDs are made from the name of the host, so that each machine has its own.
 
     def __init__(
         self, count: int, *, host: str | None = None, total_memory: int = 16 * 2**30

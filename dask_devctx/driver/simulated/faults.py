@@ -44,11 +44,6 @@ class _Fault:
 class Faults:
     """Injects faults into driver functions, and counts their calls.
 
-    Parameters
-    ----------
-    driver
-        The class of the driver.
-
     Attributes
     ----------
     calls

@@ -74,11 +74,6 @@ class SimulatedNvml:
             return []
         return [SimpleNamespace(pid=os.getpid(), usedGpuMemory=gpu.used_memory)]
 
-    def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any:
-        self._check(handle)
-        # A simulated GPU has no clock of its own; NVML answers so for an instance of MIG, too.
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-
     def nvmlDeviceGetCudaComputeCapability(self, handle: Any) -> tuple[int, int]:
         return self._check(handle).compute_capability
 
