@@ -104,7 +104,7 @@ class Runs:
             isolated, once = _conditions(annotations) if annotations else (0, "")
             wanted = requested_device(annotations, self._unannotated, ts.run_spec)
             if wanted is HOST_ONLY:
-                if self._failure is not None:
+                if self.store is None:
                     return None
                 return HostRun(self, ts, theirs="executor" in (annotations or ()))
             run = self._on_devices(ts, wanted)

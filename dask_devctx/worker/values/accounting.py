@@ -104,7 +104,7 @@ class Account:
         for value in dict.fromkeys(chain.from_iterable(here.values())):
             if stays.isdisjoint(memories_of(value)):
                 use = next_use(value.key)
-                rest = last if held_by(value) < small else idle
+                rest = last if sum(m.nbytes for m in memories_of(value)) < small else idle
                 (rest if use is None else needed).append((use, value.touched, value))
         needed.sort(key=lambda one: one[:2], reverse=True)
         for some in (idle, last):
@@ -131,17 +131,17 @@ def memories_of(value: Value) -> frozenset[Memory]:
     return frozenset() if value.entry is None else value.entry.memories
 
 
-def held_by(value: Value) -> int:
-    """Return the bytes of a value's allocations."""
-    return sum(memory.nbytes for memory in memories_of(value))
-
-
 class Accounts(dict[Device, Account]):
     """The accounts of a worker's devices. Use them with the lock held."""
 
     def __init__(self, limits: Mapping[Device, int | None], lock: threading.RLock) -> None:
         super().__init__((one, Account(one, limit, lock)) for one, limit in limits.items())
+        self._lock = lock
         self.ended: deque[Entry] = deque()  # values whose bytes are still counted
+
+    def __missing__(self, device: Device) -> Account:
+        """Return the account of a device that another plugin uses, where a task ends late."""
+        return self.setdefault(device, Account(device, None, self._lock))
 
     def count(self, value: Value, under: frozenset[Memory] = frozenset()) -> None:
         """Count a value where it is now: in host memory, or on devices in these allocations."""

@@ -82,8 +82,7 @@ class Copies:
         """Make no more copies, and drop all; memory that is being read stays until then."""
         with self._lock:
             self._open = False
-            for copy in [copy for there in self.there.values() for copy in there]:
-                self._remove(copy)
+            self._remove([copy for there in self.there.values() for copy in there])
         self._later.put(None)
 
     # -- ahead of tasks
@@ -101,7 +100,7 @@ class Copies:
 
     def drop_later(self, value: Value) -> None:
         """Drop a value's copies: freeing memory, and the lock, would delay the event loop."""
-        self._later.put(partial(self.forget, value))
+        self._later.put(lambda: self._remove([*value.copies.values()]))
 
     def _do_later(self) -> None:
         while (do := self._later.get()) is not None:
@@ -111,9 +110,7 @@ class Copies:
     def _make_ahead(self, far: Iterable[Value], device: Device) -> None:
         for value in far:
             with self.ahead:
-                if not self._open or value.released or device in value.copies:
-                    continue
-                if self._holds_back(device):
+                if not self._open or value.released or self._holds_back(device):
                     continue
                 try:
                     with value.spill.pinned(value, device) as whole:
@@ -177,10 +174,10 @@ class Copies:
             there[copy] = None
             there.nbytes += nbytes
             if value.released or not self._open:  # asked last: their end drops what is there
-                self._remove(copy)
+                self._remove([copy])
             most = self._most(device)
             while there.nbytes > most:
-                self._remove(next(iter(there)))
+                self._remove([next(iter(there))])
         return moved
 
     def used(self, copies: Used, device: Device, stamp: Stamp) -> None:
@@ -204,12 +201,6 @@ class Copies:
 
     # -- dropped
 
-    def forget(self, value: Value) -> None:
-        """Drop the copies of a value on all devices."""
-        with self._lock:
-            for copy in list(value.copies.values()):
-                self._remove(copy)
-
     def drop(self, device: Device, nbytes: float | None = None) -> int:
         """Drop copies on a device, the least recently used ones first, and return their bytes.
 
@@ -223,7 +214,7 @@ class Copies:
                     continue
                 dropped += copy.nbytes
                 uses += copy.uses
-                self._remove(copy)
+                self._remove([copy])
         if nbytes is None and threading.get_ident() != self._event_loop:
             # A copy that is being read frees its memory when the read is done.
             with suppress(DevctxError):
@@ -233,10 +224,12 @@ class Copies:
             release_held()
         return dropped
 
-    def _remove(self, copy: Copy) -> None:
-        there = self.there[copy.device]
-        if copy in there:
-            del there[copy], copy.value.copies[copy.device]
-            there.nbytes -= copy.nbytes
-            for use in copy.uses:
-                hold(use, copy.whole)
+    def _remove(self, copies: Iterable[Copy]) -> None:
+        with self._lock:
+            for copy in copies:
+                there = self.there[copy.device]
+                if copy in there:
+                    del there[copy], copy.value.copies[copy.device]
+                    there.nbytes -= copy.nbytes
+                    for use in copy.uses:
+                        hold(use, copy.whole)

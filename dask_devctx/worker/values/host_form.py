@@ -107,6 +107,7 @@ class Copying:
         # If small pieces came back as such, a task that joins pieces of many arrays would need the
         # memory of all of them. So they leave as arrays of their own. The copies that make pieces
         # dense would spoil a graph that another thread captures.
+        self.begun_at = time.perf_counter()
         memory = memory_of(value) if is_array(value) else None
         dense = memory is not None and value.nbytes <= memory.nbytes * _LARGE
         dense = dense and value.dtype.names is None and not is_captured(device)
@@ -128,13 +129,13 @@ class Copying:
                     block = take(part.nbytes)
                     self._lane.copy_out(block.address, part.pointer, part.nbytes)
                     parts.append(replace(part, pointer=block.address, owner=block, on_host=True))
-        self._form = HostForm(packed.pickled, packed.buffers, parts, home=device)
+        self.form = HostForm(packed.pickled, packed.buffers, parts, home=device)
 
     def finish(self) -> HostForm:
         """Return the host form when its copies are done."""
         lanes.finish(self._lane)
         self._packed = None
-        return self._form
+        return self.form
 
     def drop(self) -> None:
         """Wait for the copies, whose result is not needed."""

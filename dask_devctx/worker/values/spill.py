@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from time import monotonic, perf_counter, sleep
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 from dask.utils import format_bytes
 from distributed import Worker
@@ -33,7 +33,6 @@ from dask_devctx.worker.values.accounting import (
     Account,
     Accounts,
     allocations,
-    held_by,
     may_leave,
     numbers,
 )
@@ -63,15 +62,6 @@ _POLL_S: Final = 0.002
 _PAGE_LOCKED: Final = 0.4
 # The tasks in these states need their inputs soon.
 _NEED_INPUTS: Final = frozenset({"waiting", "ready", "constrained", "executing", "resumed"})
-
-
-class _Move(NamedTuple):
-    """A value whose copy to the host is under way."""
-
-    value: Value
-    nbytes: int  # of its allocations
-    copying: Copying
-    begun_at: float
 
 
 class Spill:
@@ -226,12 +216,12 @@ class Spill:
 
         From host memory it is restored on the device, or on the one that it left.
         """
-        if (found := self.pin_if_here(value)) is not AWAY:
-            return found
         with self.lock:
+            value.touched = next(numbers)
             value.pins += 1
+            whole = value.value
         try:
-            return self._restored(value, device)
+            return self._restored(value, device) if whole is AWAY else whole
         except BaseException:
             self.unpin([value])
             raise
@@ -290,25 +280,28 @@ class Spill:
         Only the thread that has ``account.spilling`` may call it.
         """
         freed, free_at = 0, 0.0
-        moving: deque[_Move] = deque()
+        moving: deque[tuple[Value, Copying]] = deque()
         with self.lock:
             self.accounts.settle()
             values = deque(account.in_order(self._next_use))
         try:
             while True:
-                more = freed + sum(move.nbytes for move in moving) < wanted and not account.failed
+                soon = sum(copying.form.nbytes for _, copying in moving)
+                more = freed + soon < wanted and not account.failed
                 if values and more and len(moving) < _AT_A_TIME:
                     value = values.popleft()
                     if value.form is not None:  # it is still right
                         freed += self._gone(account, value, value.form, for_retry)
-                    elif (move := self._begun(account, value)) is not None:
-                        moving.append(move)
+                    elif may_leave(value):
+                        with self._noting(account.device, value):
+                            work, take = value.work(), self.pool.take
+                            moving.append((value, Copying(value.value, account.device, work, take)))
                 elif moving:
-                    value, _, copying, begun_at = moving[0]
+                    value, copying = moving[0]
                     form = None
                     with self._noting(account.device, value):
                         form = copying.finish()
-                    took = perf_counter() - max(begun_at, free_at)
+                    took = perf_counter() - max(copying.begun_at, free_at)
                     freed += self._gone(account, value, form, for_retry, took)
                     free_at = perf_counter()
                     moving.popleft()
@@ -320,8 +313,8 @@ class Spill:
             account.failed = True
             self._on_failure(account.device, error)
         finally:
-            for move in moving:
-                move.copying.drop()
+            for _, copying in moving:
+                copying.drop()
         return freed
 
     def _next_use(self, key: Hashable) -> Any:
@@ -332,18 +325,6 @@ class Spill:
         of_those = list(ts.dependents)  # at once: the event loop changes it
         priorities = (dep.priority for dep in of_those if dep.state in _NEED_INPUTS)
         return min((one for one in priorities if one is not None), default=None)
-
-    def _begun(self, account: Account, value: Value) -> _Move | None:
-        """Begin to copy a value; return None if it stays for now."""
-        begun_at = perf_counter()
-        with self.lock:
-            if not may_leave(value):
-                return None
-            whole, nbytes = value.value, held_by(value)
-        with self._noting(account.device, value):
-            copying = Copying(whole, account.device, value.work(), self.pool.take)
-            return _Move(value, nbytes, copying, begun_at)
-        return None
 
     def _gone(
         self,
@@ -468,10 +449,9 @@ class Spill:
             both = [one for account in accounts for one in account.values() if one.form]
             freed = 0
             for value in sorted(both, key=lambda value: value.touched):
-                if freed >= nbytes or value.form is None or value.is_away:
-                    continue
-                freed += value.form.nbytes
-                value.form = None
+                if value.form is not None and freed < nbytes:
+                    freed += value.form.nbytes
+                    value.form = None
         return freed > 0
 
     # -- counts
@@ -509,9 +489,6 @@ class Spill:
         if beside := self.beside(device):
             stayed["of copies, and of transfers between workers"] = beside
         return account.counts.limit, stayed
-
-    def __repr__(self) -> str:
-        return f"<Spill of {', '.join(map(str, self.accounts)) or 'nothing'}>"
 
 
 def _stays_right(value: Any) -> bool:

@@ -39,8 +39,10 @@ logger = logging.getLogger(__name__)
 _SENDING: Final[ContextVar[str]] = ContextVar("devctx-sending", default="")
 _EXECUTE: Final = inspect.unwrap(Worker.execute).__code__
 _POLL_S: Final = 0.001
-# Of a key whose value dask's own mapping has.
+# Of a key whose value dask's own mapping has; the second if it was searched, and holds no arrays
+# although its type may.
 _IN_RAW: Final = object()
+_ON_HOST: Final = object()
 _dict: Final[Any] = dict
 # How often memory that finished work has read is released, if no other values move.
 _RELEASE_S: Final = 0.5
@@ -65,33 +67,25 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
         self, data: MutableMapping[Any, Any], spill: Spill, *, moves_inputs: bool = True
     ) -> None:
         super().__init__()
-        self.raw: MutableMapping[Any, Any] = data
+        # A store is of a plugin that was removed while values were away.
+        self.raw: MutableMapping[Any, Any] = data.raw if isinstance(data, Store) else data
         self.spill = spill
         self.copies = spill.copies
         self.moves_inputs = moves_inputs
         self.open = True  # whether tasks resolve what they get
         # The values that tasks have made and dask is about to store, by key.
         self.made: dict[Hashable, Value] = {}
-        self._on_host: set[Hashable] = set()  # of a type that may hold arrays, and does not
-        if isinstance(data, Store):  # of a plugin that was removed while values were away
-            self.raw = data.raw
-            _dict.update(self, _dict.items(data))
         # A mapping of the user's may have its values anywhere: it gets no `Value`, and is not read.
         fast = getattr(self.raw, "fast", self.raw)
         self._shows = isinstance(fast, dict) or (fast is not self.raw and isinstance(fast, Mapping))
         self._in_memory: Mapping[Any, Any] = fast if self._shows else {}
-        if isinstance(data, Store):
-            for value in [*_dict.values(self), *self._in_memory.values()]:
-                if value.__class__ is Value:
-                    spill.add(value)
-            return
-        _dict.update(self, dict.fromkeys(data, _IN_RAW))
-        for key, whole in list(self._in_memory.items()):
-            if walk.find(whole.__class__) is not None:
-                value = self._new(key, whole)
-                if value is not None and value.nbytes:
-                    _dict.__setitem__(self, key, value)
-                    del data[key]
+        notes = _dict.items(data) if isinstance(data, Store) else dict.fromkeys(data, _IN_RAW)
+        _dict.update(self, notes)
+        for key, whole in [*self._in_memory.items(), *_dict.items(self)]:
+            if whole.__class__ is Value:
+                spill.add(whole)
+            elif walk.find(whole.__class__) is not None:
+                self[key] = whole
 
     def give_back(self) -> MutableMapping[Any, Any]:
         """Return the data without the plugin: this, while values are in host memory or on disk."""
@@ -132,6 +126,7 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
         return self.spill.read(value)
 
     def __setitem__(self, key: Hashable, whole: Any) -> None:
+        note = _IN_RAW
         if key in self:
             del self[key]
         if whole.__class__ is Value:  # it comes from another worker, in host memory
@@ -151,9 +146,9 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
                     self._put(value)
                 return
             if value is not None:
-                self._on_host.add(key)
+                note = _ON_HOST
         self.raw[key] = whole
-        _dict.__setitem__(self, key, _IN_RAW)
+        _dict.__setitem__(self, key, note)
 
     def __delitem__(self, key: Hashable) -> None:
         value = _dict.pop(self, key)
@@ -164,8 +159,6 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
             value.released = True
             if value.copies:
                 self.copies.drop_later(value)
-        elif self._on_host:
-            self._on_host.discard(key)
 
     def __iter__(self) -> Iterator[Hashable]:
         return iter([*_dict.keys(self)])
@@ -191,12 +184,13 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
         """Return a value, counted if it is on devices; None if not all of it was looked at."""
         try:
             nbytes, exact = nbytes_by_device.estimated(whole)
+            if not exact:
+                if not nbytes:
+                    return None
+                nbytes = nbytes_by_device(whole)
         except Exception:  # of a user's type; the task that gets the value fails with it
             return None
-        if not nbytes and not exact:
-            return None
         value = Value(key, whole, nbytes)
-        value.exact = exact
         if nbytes:
             self.spill.add(value)
         return value
@@ -211,7 +205,7 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
 
     def is_host_data(self, key: Hashable) -> bool:
         """Return whether a value's type may hold arrays, and this value holds none."""
-        return key in self._on_host
+        return _dict.get(self, key) is _ON_HOST
 
     def peek(self, key: Hashable) -> Any:
         """Return what is in memory: a :class:`Value` or host data; None for what is on disk."""
@@ -242,16 +236,11 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
 
     def looked_for(self, key: Hashable, whole: Any) -> Value | None:
         """Return host data, as it seemed, as a value if it is on devices after all; any thread."""
-        if walk.find(whole.__class__) is None or key in self._on_host:
+        if walk.find(whole.__class__) is None or _dict.get(self, key) is _ON_HOST:
             return None
-        nbytes = nbytes_by_device(whole)
-        if not nbytes:
-            if self._in_memory.get(key) is whole:
-                self._on_host.add(key)
-            return None
-        value = Value(key, whole, nbytes)
-        value.released = True
-        return value
+        value = Value(key, whole, nbytes_by_device(whole))
+        value.released = True  # no copy is kept for others
+        return value if value.nbytes else None
 
     def moved(self, value: Value) -> None:
         """Show dask a value that was spilled as host data, or no longer; on the event loop."""

@@ -43,7 +43,7 @@ class Use:
 
     def __init__(self, run: Any, data: Any) -> None:
         self._run = run
-        self._store: Store | None = run.runs.store
+        self._store: Store = run.runs.store
         self._devices: tuple[Device, ...] = run.devices
         self._before: Any = ()
         self._reserved = 0
@@ -54,11 +54,9 @@ class Use:
         self.wanted = 0
         self.task = run.task
         self.data: Any = data
-        store = self._store
-        if store is None:
-            return
+        spill = self._store.spill
         if self._devices:
-            self.wanted = store.spill.expected.get(run.prefix, 0)
+            self.wanted = spill.expected.get(run.prefix, 0)
             if run.is_again:
                 run.memory_s = perf_counter() - run.began_at  # for the attempt before
             run.is_again = True
@@ -66,7 +64,7 @@ class Use:
             self.data = {}
             for one, value in data.items():
                 if value.__class__ is Value:
-                    pinned, value = value, store.spill.pin_if_here(value)
+                    pinned, value = value, spill.pin_if_here(value)
                     if value is AWAY:
                         self.away.append(pinned)
                     else:
@@ -75,16 +73,15 @@ class Use:
 
     def wait(self) -> None:
         """Bring the inputs that are in host memory, and make room for the result; any thread."""
-        begun, store = perf_counter(), self._store
-        assert store is not None
+        begun, spill = perf_counter(), self._store.spill
         device = self._devices[0] if self._devices else None
         try:
             while self.away:
                 value = self.away[-1]
-                self.data[value.key] = store.spill.pin(value, device)
+                self.data[value.key] = spill.pin(value, device)
                 self._pinned[value.key] = self.away.pop()
             if self.wanted and device is not None:
-                store.spill.make_room(device, self.wanted)
+                spill.make_room(device, self.wanted)
                 self._reserved, self.wanted = self.wanted, 0
         except BaseException as error:
             self.__exit__(type(error), error, None)
@@ -101,15 +98,14 @@ class Use:
                 await asyncio.sleep(_POLL_S)  # a graph is being captured
 
     def __enter__(self) -> Self:
-        store = self._store
         try:
             if self._devices:
                 self._before = note_devices(self._run.known)
-            if self._devices and store is not None and store.moves_inputs:
+            if self._devices and self._store.moves_inputs:
                 if may_hold_arrays(self.task):
                     self._bring_its_own()
                 if self.data:
-                    self._bring(store)
+                    self._bring(self._store)
             else:
                 for value in self._pinned.values():
                     if value.stamp is not None:
@@ -134,8 +130,6 @@ class Use:
             value = self._pinned.get(key) or store.looked_for(key, whole)
             if value is None:
                 continue
-            if not value.exact:
-                value.nbytes, value.exact = nbytes_by_device(whole), True
             if others and value.nbytes.keys() <= {*devices}:
                 for one in {device, *value.nbytes}:  # any may read it, and must find it there
                     value.work().hold_back(one)
@@ -151,13 +145,11 @@ class Use:
     def returned(self, result: Any) -> Any:
         """Note the call's result: it counts from now on, in the place of the room for it."""
         store, devices, run = self._store, self._devices, self._run
-        if store is not None and devices and store.moves_inputs:
+        if devices and store.moves_inputs:
             found = walk.find(result.__class__)
             places: dict[Device, int] = {}
             if found is walk.LEAF:
                 places = (nbytes_by_device.find(result.__class__) or nbytes_by_device)(result)
-            elif found is not None and walk.is_plain(result):
-                found = None
             elif found is not None:
                 places = nbytes_by_device(result)
             # Several devices may have made it together. Without it, nothing shows whether the work
@@ -188,8 +180,6 @@ class Use:
         if self._before != ():
             note_devices(self._before)
         self.data = {}
-        if self._store is None:
-            return
         spill, devices = self._store.spill, self._devices
         if self._copies:  # it raised: its work on the devices may still run
             with suppress(DevctxError):  # the device failed; the call's own exception counts

@@ -43,7 +43,7 @@ class Value:
     """
 
     __slots__ = (
-        *("__weakref__", "copies", "entry", "exact", "form", "fresh", "key", "moving", "nbytes"),
+        *("__weakref__", "copies", "entry", "form", "fresh", "key", "moving", "nbytes"),
         *("pins", "released", "spill", "stamp", "stays", "touched", "value"),
     )
 
@@ -57,7 +57,6 @@ class Value:
         self.key = key
         self.value = value
         self.nbytes = nbytes  # by device; empty in host memory
-        self.exact = True  # whether all of the value was looked at for that
         self.stamp = stamp  # of the work that makes it, or of the copy that restored it
         self.spill: Any = None  # the `Spill` that counts it
         self.entry: Entry | None = None  # what is counted for it

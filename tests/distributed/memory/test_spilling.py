@@ -187,8 +187,7 @@ def test_without_a_limit_nothing_is_spilled() -> None:
         futures = client.map(full, range(15), pure=False)  # nearly all of the device
         wait(futures)
         (row,) = report(client).devices
-        held = 15 * 16384 * 8
-        assert (row.memory_limit, row.memory_held, row.spills) == (None, held, 0)
+        assert (row.memory_limit, row.memory_held, row.spills) == (None, 15 * 16384 * 8, 0)
         assert totals(client, futures) == [n * 16384 for n in range(15)]
         client.unregister_worker_plugin("devctx")
         assert set(client.run(lambda dask_worker: type(dask_worker.data)).values()) == {dict}
