@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from operator import attrgetter
 from typing import Any, Self
 
@@ -24,7 +25,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.errors import DevctxError
-from dask_devctx.transfer.libraries import known
+from dask_devctx.transfer.libraries import Library, known
 from dask_devctx.transfer.location import Memory
 from dask_devctx.transfer.traffic import timed
 
@@ -126,12 +127,6 @@ class SimulatedArray(NDArrayOperatorsMixin):
         host = np.asarray(values, dtype)
         return cls._filled(_here(), host.nbytes, lambda: np.array(host, order=order))
 
-    @classmethod
-    def _empty(cls, shape: tuple[int, ...], dtype: Any, order: Any = "C") -> Self:
-        """Return an unfilled array on the current device; the caller fills it by ``_pointer``."""
-        nbytes = np.dtype(dtype).itemsize * math.prod(shape)
-        return cls._filled(_here(), nbytes, lambda: np.empty(shape, dtype, order))
-
     def _view(self, offset: int, shape: tuple[int, ...], dtype: Any, strides: Any) -> Self:
         """Return an array around this array's own memory; ``offset`` and strides are in bytes."""
         flat = self._data.view("u1").reshape(-1)
@@ -170,6 +165,9 @@ class SimulatedArray(NDArrayOperatorsMixin):
     nbytes: int
     strides: Any
     flags: Any
+    T: Any
+    real: Any
+    imag: Any
 
     @property
     def _pointer(self) -> int:
@@ -177,18 +175,6 @@ class SimulatedArray(NDArrayOperatorsMixin):
         if self.dtype.hasobject:
             raise TypeError(f"{self!r} holds Python's objects, which the driver cannot copy")
         return 0 if self._memory is None else self._memory.pointer(self._data)
-
-    @property
-    def T(self) -> Self:
-        return self.transpose()  # type: ignore[attr-defined, no-any-return]
-
-    @property
-    def real(self) -> Any:
-        return _apply(np.real, (self,), {})
-
-    @property
-    def imag(self) -> Any:
-        return _apply(np.imag, (self,), {})
 
     # -- explicit copies to the host and to other devices
 
@@ -391,18 +377,24 @@ def _on_host(read: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, *args: read(self._readable(), *args)
 
 
-def _number(kind: type) -> Callable[..., Any]:
-    return _on_host(lambda data: kind(data.item()))
+def _part(read: Callable[[Any], Any], array: SimulatedArray) -> Any:
+    return _apply(read, (array,), {})
+
+
+def _number(kind: Callable[[Any], Any], data: _Array) -> Any:
+    return kind(data.item())
 
 
 for _name in _METHODS.split():
     setattr(SimulatedArray, _name, _computed(_name))
 for _name in ["shape", "dtype", "ndim", "size", "itemsize", "nbytes", "strides", "flags"]:
     setattr(SimulatedArray, _name, property(attrgetter(f"_data.{_name}")))
+for _name in ["T", "real", "imag"]:
+    setattr(SimulatedArray, _name, property(partial(_part, attrgetter(_name))))
 for _name in ["item", "tolist", "__index__", "__bool__"]:
     setattr(SimulatedArray, _name, _on_host(getattr(np.ndarray, _name)))
 for _kind in (float, int, complex):
-    setattr(SimulatedArray, f"__{_kind.__name__}__", _number(_kind))
+    setattr(SimulatedArray, f"__{_kind.__name__}__", _on_host(partial(_number, _kind)))
 
 
 _registered = False
@@ -427,6 +419,18 @@ def _memory_of(array: SimulatedArray) -> Memory | None:
     return Memory(array._device, int(memory.block.base), int(memory.block.nbytes))
 
 
+def _empty(shape: tuple[int, ...], dtype: Any, device: Device) -> SimulatedArray:
+    kind = np.dtype("u1" if dtype is None else dtype)
+    nbytes = kind.itemsize * math.prod(shape)
+    return SimulatedArray._filled(device, nbytes, lambda: np.empty(shape, kind))
+
+
+LIBRARY = Library(
+    SimulatedArray,
+    attrgetter("_pointer"),
+    _empty,
+    lambda array: array if array.flags.c_contiguous else array.copy("C"),
+)
 known(
     SimulatedArray,
     nbytes=_bytes,

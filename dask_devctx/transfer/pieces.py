@@ -7,13 +7,12 @@ whatever library the arrays are of; the driver does where they come from host me
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from dask_devctx.cuda.device import Device
 from dask_devctx.driver.work import BOX_NBYTES, MOST
 from dask_devctx.transfer.ipc.lanes import Lane
 
@@ -37,86 +36,6 @@ _ENDS: Final = ("source", "source_host", "target", "width")
 _LONGEST: Final = 2**30
 _ON_HOST: Final = 1
 _ON_DEVICE: Final = 2
-
-# -- the libraries
-
-
-class Library(NamedTuple):
-    """The functions for a library's arrays; the last two are called on the array's device."""
-
-    name: str  # the first module and the own name of the arrays' type
-    pointer: Callable[[Any], int]
-    dense: Callable[[Any], Any]  # in C order
-    empty: Callable[[tuple[int, ...], Any, Device], Any]  # of shape and type; bytes for None
-
-
-def _cupy() -> Library:
-    import cupy
-
-    return Library(
-        "cupy.ndarray",
-        lambda array: int(array.data.ptr),
-        cupy.ascontiguousarray,
-        lambda shape, dtype, device: cupy.empty(shape, cupy.uint8 if dtype is None else dtype),
-    )
-
-
-def _torch() -> Library:
-    import torch
-
-    return Library(
-        "torch.Tensor",
-        lambda tensor: int(tensor.data_ptr()),
-        lambda tensor: tensor.detach().resolve_conj().resolve_neg().contiguous(),
-        lambda shape, dtype, device: torch.empty(
-            shape,
-            dtype=torch.uint8 if dtype is None else dtype,
-            device=torch.device("cuda", device.device_id),
-        ),
-    )
-
-
-def _numba() -> Library:
-    from numba import cuda
-
-    def empty(shape: tuple[int, ...], dtype: Any, device: Device) -> Any:
-        with cuda.gpus[device.device_id]:  # Numba keeps its own record of it
-            return cuda.device_array(shape, np.uint8 if dtype is None else dtype)
-
-    def dense(array: Any) -> Any:
-        if array.flags["C_CONTIGUOUS"]:
-            return array
-        with cuda.gpus[array.gpu_data.context.device.id]:
-            made = cuda.device_array(array.shape, array.dtype)
-            made[(slice(None),) * array.ndim] = array
-        return made
-
-    def pointer(array: Any) -> int:
-        return int(array.__cuda_array_interface__["data"][0] or 0)
-
-    return Library("numba.DeviceNDArray", pointer, dense, empty)
-
-
-# Functions that return the library of a type, by its name.
-LIBRARIES: Final[dict[str, Callable[[], Library]]] = {
-    "cupy.ndarray": _cupy,
-    "torch.Tensor": _torch,
-    "numba.DeviceNDArray": _numba,
-    "numba_cuda.DeviceNDArray": _numba,
-}
-
-
-def of_type(kind: type) -> Library | None:
-    """Return the functions for a type of arrays, if it is one of a known library."""
-    name = f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
-    return named(name) if name in LIBRARIES else None
-
-
-@functools.cache
-def named(library: str) -> Library:
-    """Return the functions of a library, which is imported."""
-    return LIBRARIES[library]()
-
 
 # -- the pieces
 

@@ -13,8 +13,7 @@ import io
 import pickle
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from contextlib import suppress
-from types import MemberDescriptorType
+from inspect import getattr_static
 from typing import Any
 
 from dask_devctx.transfer import walk
@@ -51,51 +50,28 @@ def register_copy(
     _registered[kind] = finish
 
 
-def _inherited(kind: type, name: str) -> Any:
-    """Return a type's attribute of this name, without calling its metaclass."""
-    return next((vars(each)[name] for each in kind.__mro__ if name in vars(each)), None)
-
-
 class _How:
     """How values of a type are copied."""
 
     def __init__(self, kind: type) -> None:
-        self.base = base = next(
-            each for each in kind.__mro__ if each in (*_PUT, *_MADE_OF_ITEMS, object)
-        )
+        bases = kind.__mro__
+        self.base = base = next(one for one in bases if one in (*_PUT, *_MADE_OF_ITEMS, object))
         # Called with the complete copy of a registered type.
-        self.finish = next(
-            (_registered[each] for each in kind.__mro__ if each in _registered), None
-        )
+        self.finish = next((_registered[one] for one in bases if one in _registered), None)
         # Only a type's own code can make another value of a type that defines its own copying, as
         # for pickle, or that is written in another language.
+        said = _SAID_OF_OBJECTS if base is object else _SAID
         self.by_reduce = self.finish is None and (
             kind in copyreg.dispatch_table
-            or any(
-                _inherited(kind, name) is not _inherited(base, name)
-                for name in (_SAID_OF_OBJECTS if base is object else _SAID)
-            )
-            or any(
-                not each.__flags__ & _HEAP_TYPE for each in kind.__mro__[: kind.__mro__.index(base)]
-            )
+            or any(_static(kind, name) is not _static(base, name) for name in said)
+            or any(not one.__flags__ & _HEAP_TYPE for one in bases[: bases.index(base)])
         )
-        has_end = _inherited(kind, "__del__") is not None
+        has_end = _static(kind, "__del__") is not None
         self.ends = has_end and base is object and self.finish is None
-        self.has_dict = kind.__dictoffset__ != 0
-        self.slots = walk.slots(kind)
 
-    def attributes(self, value: Any) -> dict[Any, Any]:
-        """Return a copy's attributes by name, still with old leaves; a slot's name is itself."""
-        found: dict[Any, Any] = {}
-        if self.has_dict:
-            found.update(object.__getattribute__(value, "__dict__"))
-        for slot in self.slots:
-            with suppress(AttributeError):  # not set
-                found[slot] = slot.__get__(value)
-        if self.finish is not None:
-            for name, part in found.items():
-                found[name] = copy.copy(part) if type(part) in _COLLECTIONS else part
-        return found
+
+def _static(kind: type, name: str) -> Any:
+    return getattr_static(kind, name, None)
 
 
 _how = Registry.remember(_How)
@@ -184,20 +160,30 @@ class Rebuild(pickle.Pickler):
         if base is not object:
             items = list(dict.items(value) if base is dict else base.__iter__(value))
         args = (kind, items) if base in _MADE_OF_ITEMS else (kind,)
-        state = _PUT.get(base), items, how.attributes(value)
+        # The attributes; those in slots are apart. A metaclass may refuse to be asked for slots.
+        if walk.has_slots(kind):
+            state = object.__getstate__(value)
+        else:
+            state = object.__getattribute__(value, "__dict__")
+        attributes, slots = state if type(state) is tuple else (state, None)
+        if how.finish is not None and attributes is not None:
+            attributes = {
+                name: copy.copy(part) if type(part) in _COLLECTIONS else part
+                for name, part in attributes.items()
+            }
+        state = _PUT.get(base), items, attributes, slots
         return base.__new__, args, state, None, None, _put
 
 
-def _put(made: Any, state: tuple[Any, list[Any], dict[Any, Any]]) -> None:
+def _put(made: Any, state: tuple[Any, ...]) -> None:
     """Put the items and attributes into a new value."""
-    put, items, attributes = state
+    put, items, attributes, slots = state
     if put is not None:
         put(made, items)
-    for name, part in attributes.items():
-        if type(name) is MemberDescriptorType:
-            name.__set__(made, part)
-        else:
-            object.__getattribute__(made, "__dict__")[name] = part
+    if attributes is not None:
+        object.__getattribute__(made, "__dict__").update(attributes)
+    for name, part in (slots or {}).items():
+        object.__setattr__(made, name, part)
     if (finish := _how[type(made)].finish) is not None:
         finish(made)
 

@@ -145,7 +145,7 @@ def _parts_of(kind: type) -> Parts | None:
                 return _members
             if each is not object and _is_foreign(each):
                 return None
-        return gc.get_referents if kind.__dictoffset__ or slots(kind) else None
+        return gc.get_referents if kind.__dictoffset__ or has_slots(kind) else None
     except Exception:  # a class or metaclass whose attributes cannot be read
         logger.debug("found no way to take a %r apart", kind, exc_info=True)
         return None
@@ -156,15 +156,9 @@ def _members(array: Any) -> Any:
     return list(array.flat) if array.dtype.kind == "O" else ()
 
 
-def slots(kind: type) -> list[Any]:
-    """Return the descriptors of the slots of a type's values."""
-    return [
-        member
-        for each in kind.__mro__
-        if "__slots__" in vars(each)
-        for member in vars(each).values()
-        if type(member) is types.MemberDescriptorType
-    ]
+def has_slots(kind: type) -> bool:
+    """Return whether a type's values have attributes outside a dictionary."""
+    return any("__slots__" in vars(each) for each in kind.__mro__)
 
 
 def _is_foreign(kind: type) -> bool:

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.shuffles import DeviceRechunk, Held, Index
+from dask_devctx.transfer.libraries import Library, named
 from dask_devctx.worker.values.host_form import HostForm
 from dask_devctx.worker.values.value import Value
 
 if TYPE_CHECKING:
-    from dask_devctx.transfer.pieces import Axis, Library, Pieces
+    from dask_devctx.transfer.pieces import Axis, Pieces
 
 
 class Block(NamedTuple):
@@ -102,7 +102,7 @@ class Grid:
         shape = tuple(int(axis.length.sum()) for axis in axes)
         found = pieces.Pieces.between(axes, dtype.itemsize)
         owners, blocks = self.owners[where].ravel(), self.blocks[where].ravel()
-        return Plan(pieces.named(name), dtype, shape, found, owners, blocks)
+        return Plan(named(name), dtype, shape, found, owners, blocks)
 
     def _axis(self, axis: int, at: int, known: int | None) -> Axis:
         import numpy as np
@@ -140,15 +140,4 @@ def cannot_join(types: Iterable[object]) -> TypeError:
 def pieces_module() -> Any:
     from dask_devctx.transfer import pieces  # which needs NumPy, as dask's arrays do
 
-    def empty(shape: tuple[int, ...], dtype: Any, device: Device) -> Any:
-        from dask_devctx.simulated_array import SimulatedArray
-
-        return SimulatedArray._empty(shape, "u1" if dtype is None else dtype)
-
-    def dense(array: Any) -> Any:
-        return array if array.flags.c_contiguous else array.copy("C")
-
-    name = "dask_devctx.SimulatedArray"
-    simulated = pieces.Library(name, lambda array: array._pointer, dense, empty)
-    pieces.LIBRARIES[name] = lambda: simulated
     return pieces

@@ -23,6 +23,7 @@ from dask_devctx.dask_internals.shuffles import DeviceRechunk, Held, Index
 from dask_devctx.scheduler.messages import RECHUNK
 from dask_devctx.transfer import Stamp, device_of, nbytes_by_device, to_host
 from dask_devctx.transfer.ipc import lanes
+from dask_devctx.transfer.libraries import Library, of_type
 from dask_devctx.transfer.location import memory_of
 from dask_devctx.transfer.move import Move
 from dask_devctx.transfer.traffic import TrafficCounts, timing
@@ -39,7 +40,7 @@ from dask_devctx.worker.rechunk_grid import (
 from dask_devctx.worker.values.value import AWAY, Value
 
 if TYPE_CHECKING:
-    from dask_devctx.transfer.pieces import Library, Pieces
+    from dask_devctx.transfer.pieces import Pieces
     from dask_devctx.worker.values.store import Store
 
 # The part of a device's memory for the pieces that all workers are asked for at once. While these
@@ -77,7 +78,7 @@ class Rechunks:
         device, store = device_of(block), self._store()
         if device is None:
             return None
-        library = pieces_module().of_type(type(block))
+        library = of_type(type(block))
         if library is None or store is None:
             raise TypeError(
                 f"dask's P2P rechunk cannot take a {type(block).__qualname__} on {device}. "

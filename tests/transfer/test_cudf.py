@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 from collections.abc import Iterator
@@ -39,9 +40,7 @@ def frame(machine: SimulatedMachine, monkeypatch: pytest.MonkeyPatch) -> Iterato
         setattr(cudf, kind.__name__, kind)
     monkeypatch.setitem(sys.modules, "cudf", cudf)
     monkeypatch.delitem(sys.modules, "dask_devctx.transfer.libraries.cudf", raising=False)
-    from dask_devctx.transfer.libraries.cudf import register
-
-    register()
+    importlib.import_module("dask_devctx.transfer.libraries.cudf")
     yield DataFrame
     del sys.modules["dask_devctx.transfer.libraries.cudf"]
 

@@ -46,6 +46,5 @@ def _two_devices(used: Device, wanted: Device | None) -> DevctxError:
     )
 
 
-def register() -> None:
-    for name in ("DataFrame", "Series", "Index"):
-        known(getattr(cudf, name), nbytes=_bytes, move=_to_device)
+for _name in ("DataFrame", "Series", "Index"):
+    known(getattr(cudf, _name), nbytes=_bytes, move=_to_device)

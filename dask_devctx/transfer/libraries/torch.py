@@ -8,7 +8,6 @@ with a history (``grad_fn``) still goes by ``to``, which keeps the history.
 from __future__ import annotations
 
 import functools
-import operator
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import torch
 from dask_devctx.cuda.device import Device
 from dask_devctx.transfer.events import torch_stream
 from dask_devctx.transfer.ipc.parcel import Part, Parts, Reduce
-from dask_devctx.transfer.libraries import known
+from dask_devctx.transfer.libraries import Library, known
 from dask_devctx.transfer.location import Memory
 from dask_devctx.transfer.move import current_move, to_device
 from dask_devctx.transfer.rebuild import register_copy
@@ -194,23 +193,31 @@ def _typed(storage: Any, parts: Parts) -> Any:
     return _as_typed, (_part(inner, parts), storage.dtype)
 
 
-def _as_typed(storage: Any, dtype: Any) -> Any:
+def _as_typed(memory: Any, dtype: Any) -> Any:
+    storage = memory.untyped_storage()
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
 def _untyped(storage: Any, parts: Parts) -> Any:
     if storage.device.type != "cuda":
         return NotImplemented
-    return operator.itemgetter(0), ((_part(storage, parts),),)
+    return torch.Tensor.untyped_storage, (_part(storage, parts),)
 
 
 def _part(storage: Any, parts: Parts) -> object:
     return parts.add(Part(storage.data_ptr(), storage.nbytes(), "torch", None, storage))
 
 
-def register() -> None:
-    known(torch.Tensor, nbytes=_bytes, move=_to_device, host=_to_host, memory=_memory_of)
-    known(torch.nn.Parameter, move=_parameter_to_device, host=_parameter_to_host)
-    # A copy is made from the attributes: an optimizer's pickle lacks state that it needs.
-    register_copy(torch.nn.Module)
-    register_copy(torch.optim.Optimizer, finish=_own_step)
+LIBRARY = Library(
+    torch.Tensor,
+    lambda tensor: int(tensor.data_ptr()),
+    lambda shape, dtype, device: torch.empty(
+        shape, dtype=torch.uint8 if dtype is None else dtype, device=_name_of(device)
+    ),
+    lambda tensor: tensor.detach().resolve_conj().resolve_neg().contiguous(),
+)
+known(torch.Tensor, nbytes=_bytes, move=_to_device, host=_to_host, memory=_memory_of)
+known(torch.nn.Parameter, move=_parameter_to_device, host=_parameter_to_host)
+# A copy is made from the attributes: an optimizer's pickle lacks state that it needs.
+register_copy(torch.nn.Module)
+register_copy(torch.optim.Optimizer, finish=_own_step)

@@ -16,10 +16,10 @@ from typing import Any, Final
 from distributed.protocol.cuda import cuda_deserialize, cuda_serialize
 from distributed.protocol.serialize import ObjectDictSerializer
 
-from dask_devctx.cuda.device import Device
 from dask_devctx.transfer import nbytes_by_device, walk
 from dask_devctx.transfer.ipc.lanes import FEW
-from dask_devctx.transfer.ipc.parcel import Part, Parts, Reduce, allocators, is_on_device, part_of
+from dask_devctx.transfer.ipc.parcel import Part, Parts, Reduce, is_on_device, part_of
+from dask_devctx.transfer.libraries import MODULES, named
 from dask_devctx.transfer.location import memory_of
 
 _NUMBERS: Final = (int, float, complex, bool, type(None))
@@ -137,13 +137,9 @@ def _by_frames(serialize: Any, value: Any, parts: Parts) -> Any:
 
 
 def _of_numba(serialize: Any, array: Any, parts: Parts) -> Any:
-    from dask_devctx.transfer.libraries import numba
-
-    found = numba.with_gaps(array)
-    if found is None:
-        return _by_frames(serialize, array, parts)
-    address, nbytes, layout = found
-    return numba.view, (parts.add(Part(address, nbytes, "numba", None, array)), *layout)
+    dense = array if array.flags["F_CONTIGUOUS"] else named("numba").dense(array)
+    parts.gathered |= dense is not array
+    return _by_frames(serialize, dense, parts)
 
 
 def _from_frames(kind: type, header: Any, frames: list[Any]) -> Any:
@@ -159,10 +155,8 @@ def _view(library: str, array: Any, parts: Parts) -> Any:
     memory = memory_of.find(type(array))(array)
     if memory is None or not memory.base or array.dtype.hasobject:
         return NotImplemented
-    kind = "cupy" if library == "cupy" else "simulated"
-    pointer = array.data.ptr if library == "cupy" else array._pointer
-    at = parts.add(Part(memory.base, memory.nbytes, kind, None, array))
-    offset = pointer - memory.base if array.size else 0
+    at = parts.add(Part(memory.base, memory.nbytes, library, None, array))
+    offset = named(library).pointer(array) - memory.base if array.size else 0
     return _as_view, (at, offset, array.shape, array.dtype, array.strides)
 
 
@@ -186,7 +180,7 @@ def _simulated(array: Any, parts: Parts) -> Any:
     if not (array.flags.c_contiguous or array.flags.f_contiguous):
         array = array.copy_to(array.device)
     order = "C" if array.flags.c_contiguous else "F"
-    part = Part(array._pointer, array.nbytes, "simulated", None, array)
+    part = Part(array._pointer, array.nbytes, "dask_devctx", None, array)
     return _as_simulated, (parts.add(part), array.shape, array.dtype, order)
 
 
@@ -195,11 +189,4 @@ def _as_simulated(memory: Any, shape: tuple[int, ...], dtype: Any, order: str) -
     return values.reshape(shape) if order == "C" else values.reshape(shape[::-1]).T
 
 
-def _allocate_simulated(nbytes: int, detail: Any, device: Device) -> tuple[Any, int]:
-    from dask_devctx.simulated_array import SimulatedArray
-
-    memory = SimulatedArray._empty((nbytes,), "u1")
-    return memory, memory._pointer
-
-
-allocators["simulated"] = _allocate_simulated
+MODULES["dask_devctx"] = "dask_devctx.simulated_array"

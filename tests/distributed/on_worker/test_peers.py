@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from distributed.protocol.cuda import cuda_deserialize, cuda_serialize
 
 from dask_devctx import Device, DevicePlugin, SimulatedArray, driver, report
 from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.transfer.libraries import MODULES, Library
 from dask_devctx.worker.peers import transport
 from dask_devctx.worker.peers.transfers import PeerTransfers
 from tests.distributed import peers
@@ -105,16 +107,13 @@ class Table:
         self.names = names
 
 
+LIBRARY = Library(Frame, attrgetter("pointer"), lambda shape, dtype, device: Frame(shape[0]))
+
+
 def register_table() -> None:
-    from dask_devctx.transfer.ipc.parcel import allocators
-
-    def allocate(nbytes: int, detail: Any, device: Device) -> Any:
-        frame = Frame(nbytes)
-        return frame, frame.pointer
-
     cuda_serialize.register(Table, lambda table: ({"names": table.names}, [table.frame]))
     cuda_deserialize.register(Table, lambda header, frames: Table(frames[0], header["names"]))
-    allocators["numba"] = allocate  # of a type that takes any memory
+    MODULES["numba"] = __name__  # of a type that takes any memory
 
 
 def table() -> Table:

@@ -154,7 +154,7 @@ def test_values_are_read_from_a_buffer_that_is_opened_once(
     machine: SimulatedMachine, handle: bytes
 ) -> None:
     buffers, device, content = OpenedBuffers(), Device(1), bytes(range(256)) * 16
-    parts = tuple(Described("simulated", nbytes, None) for nbytes in (300, 0, 700))
+    parts = tuple(Described("dask_devctx", nbytes, None) for nbytes in (300, 0, 700))
     _, total = in_a_row(one.nbytes for one in parts)
 
     def receiving(offset: int) -> Receiving:
