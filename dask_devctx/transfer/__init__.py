@@ -6,13 +6,14 @@
 
 import dask_devctx.transfer.libraries  # noqa: F401  # registers them
 from dask_devctx.transfer.events import Stamp, hold, release_held, stamp
-from dask_devctx.transfer.location import device_of, nbytes_by_device
+from dask_devctx.transfer.location import device_of, memory_of, nbytes_by_device
 from dask_devctx.transfer.move import to_device, to_host
 
 __all__ = [
     "Stamp",
     "device_of",
     "hold",
+    "memory_of",
     "nbytes_by_device",
     "release_held",
     "stamp",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib
 import logging
 import sys
 import types
@@ -46,11 +45,6 @@ _CONTAINERS = frozenset(
 # -- what is known of types
 
 
-def _by_name(name: str) -> Registry:
-    importlib.import_module("dask_devctx.transfer")
-    return next(registry for registry in Registry._every if registry._name == name)
-
-
 class Known(dict[type, Any]):
     """A cache by type that computes what it lacks; what it has costs no call of Python's."""
 
@@ -74,7 +68,7 @@ class Registry(Dispatch):  # type: ignore[misc]
 
     def __init__(self, name: str, default: Any) -> None:
         super().__init__(name)
-        self._name = name
+        self.__module__ = "dask_devctx.transfer"  # with its name, where pickle finds it
         self._default = default
         self.find = self.remember(self._look_up).__getitem__
         self._every.append(self)
@@ -86,8 +80,8 @@ class Registry(Dispatch):  # type: ignore[misc]
         cls._caches.append(Known(compute))
         return cls._caches[-1]
 
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return _by_name, (self._name,)  # a process has one object of each name, like a function
+    def __reduce__(self) -> str:
+        return str(self.__name__)  # a process has one object of each name, like a function
 
     def register(self, type: Any, func: Any = None) -> Any:
         """Register a function for a type, or a tuple of types; without one, a decorator."""

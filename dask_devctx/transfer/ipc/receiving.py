@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from dask_devctx.cuda.device import Device
@@ -16,15 +16,16 @@ from dask_devctx.transfer.ipc.parcel import Header, Place, allocate
 from dask_devctx.transfer.ipc.ranges import in_a_row
 
 
-@dataclass(eq=False)
 class Opened:
-    """A buffer of another process that is open here on a device."""
+    """A buffer of another process that is open here on a device, for as long as this object is."""
 
-    device: Device
-    pointer: int
-    nbytes: int | None = None  # None if the driver does not tell it
-    readers: int = 0
-    closing: bool = False
+    def __init__(self, device: Device, handle: bytes) -> None:
+        work = device._backend.calls.work
+        self.pointer = work.ipc_open(handle)
+        weakref.finalize(self, _close, device, self.pointer).atexit = False
+        self.nbytes: int | None = None  # if the driver does not tell it
+        with suppress(DevctxError):
+            _, self.nbytes = work.address_range(self.pointer)
 
     def address(self, place: Place, nbytes: int) -> int:
         """Return the address of a place; raise if not all of its bytes are in the buffer."""
@@ -35,13 +36,11 @@ class Opened:
             )
         return self.pointer + place.offset
 
-    def close(self) -> None:
-        # If the process's CUDA is broken, its open buffers end with it.
-        with suppress(DevctxError), self.device:
-            self.device._backend.calls.work.ipc_close(self.pointer)
 
-
-_Name = tuple[str, bytes, Device]
+def _close(device: Device, pointer: int) -> None:
+    # If the process's CUDA is broken, its open buffers end with it.
+    with suppress(DevctxError), device:
+        device._backend.calls.work.ipc_close(pointer)
 
 
 class OpenedBuffers:
@@ -52,64 +51,38 @@ class OpenedBuffers:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._opening = threading.Lock()  # taken before the other
-        self._opened: dict[_Name, Opened] = {}
+        self._opening = threading.Lock()  # others read buffers that are open meanwhile
+        self._opened: dict[tuple[str, bytes, Device], Opened] = {}
 
     def has(self, owner: str, handle: bytes, device: Device) -> bool:
         """Return whether a buffer is open on a device."""
         return (owner, handle, device) in self._opened
 
-    def begin(self, owner: str, handle: bytes, device: Device) -> Opened:
-        """Return another process's buffer, open on the current device until :meth:`end`.
+    def get(self, owner: str, handle: bytes, device: Device) -> Opened:
+        """Return another process's buffer, open on the current device while its reader has it.
 
         Raise `DriverError` if it cannot be opened here.
         """
         name = owner, handle, device
-        if (found := self._read(name)) is not None:
+        if (found := self._opened.get(name)) is not None:
             return found
-        with self._opening:  # others read buffers that are open meanwhile
-            if (found := self._read(name)) is None:
-                work = device._backend.calls.work
-                found = Opened(device, work.ipc_open(handle), readers=1)
-                with suppress(DevctxError):
-                    _, found.nbytes = work.address_range(found.pointer)
-                with self._lock:
-                    self._opened[name] = found
+        with self._opening:
+            if (found := self._opened.get(name)) is None:
+                found = self._opened[name] = Opened(device, handle)
         return found
-
-    def _read(self, name: _Name) -> Opened | None:
-        with self._lock:
-            found = self._opened.get(name)
-            if found is not None:
-                found.readers += 1
-        return found
-
-    def end(self, opened: Opened) -> None:
-        """End one read of a buffer."""
-        with self._lock:
-            opened.readers -= 1
-            last = opened.closing and not opened.readers
-        if last:
-            opened.close()
 
     def close(self, owner: str | None = None, handles: Collection[bytes] | None = None) -> bool:
         """Close buffers of another process; return whether nobody reads them any more.
 
         None stands for all processes, and for all buffers.
         """
-        with self._opening, self._lock:
-            found = [
-                self._opened.pop(name)
+        with self._opening:
+            closed = [
+                weakref.ref(self._opened.pop(name))
                 for name in tuple(self._opened)
                 if owner in (None, name[0]) and (handles is None or name[1] in handles)
             ]
-            for opened in found:
-                opened.closing = True
-            idle = [opened for opened in found if not opened.readers]
-        for opened in idle:
-            opened.close()
-        return len(idle) == len(found)
+        return all(opened() is None for opened in closed)
 
 
 class Receiving:
@@ -141,27 +114,24 @@ class Receiving:
         """
         place, parts = self._header.place, self._header.parts
         with self.device:
-            self._opened = self._buffers.begin(self._owner, place.handle, self.device)
-            try:
-                base = self._opened.address(place, self.nbytes)
-                with lanes.taken(self.device) as self.lane:
-                    # The libraries reuse memory that earlier work in their streams still reads.
-                    self.lane.after_current_streams()
-                    self.lane.keep_lock(len(parts), self.nbytes)
-                    for part, to, at in zip(parts, self._pointers, self._offsets, strict=True):
-                        if part.nbytes:
-                            self.lane.copy(to, base + at, part.nbytes)
-                    self.lane.mark()
-            except BaseException:
-                self._buffers.end(self._opened)
-                raise
+            opened = self._buffers.get(self._owner, place.handle, self.device)
+            base = opened.address(place, self.nbytes)
+            with lanes.taken(self.device) as self.lane:
+                # The libraries reuse memory that earlier work in their streams still reads.
+                self.lane.after_current_streams()
+                self.lane.keep_lock(len(parts), self.nbytes)
+                for part, to, at in zip(parts, self._pointers, self._offsets, strict=True):
+                    if part.nbytes:
+                        self.lane.copy(to, base + at, part.nbytes)
+                self.lane.mark()
+            self._opened: Opened | None = opened  # until the copy is done
 
     def finish(self, *, is_done: bool = False) -> None:
         """Wait until the parts have arrived, unless they have."""
         try:
             lanes.finish(self.lane, is_done=is_done)
         finally:
-            self._buffers.end(self._opened)
+            self._opened = None
 
     def is_quick(self) -> bool:
         """Return whether :meth:`start` needs no call that may take milliseconds."""

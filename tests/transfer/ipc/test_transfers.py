@@ -141,11 +141,12 @@ def test_a_buffer_is_closed_while_it_is_opened(
     thread = threading.Thread(target=close)
     machine.faults.inject("cuIpcOpenMemHandle", None, when=lambda *_: thread.start())
     with Device(0) as device:
-        opened = buffers.begin("peer", handle, device)
+        opened = buffers.get("peer", handle, device)
         thread.join(10)
         assert answers == [False]  # it is about to be read
         assert opened_and_closed(machine) == (1, 0)
-        buffers.end(opened)
+        assert opened.nbytes == NBYTES
+        del opened
         assert opened_and_closed(machine) == (1, 1)
         assert not buffers.has("peer", handle, device)
 
