@@ -107,11 +107,6 @@ def executed_by(
             ts.run_spec = ts.run_spec.task
 
 
-def makes_an_actor(worker: Worker, key: Hashable) -> bool:
-    """Return whether a task's result is an actor."""
-    return key in worker.state.actors
-
-
 def ended_here(worker: Worker, which: Callable[[Mapping[str, Any] | None], bool]) -> set[Hashable]:
     """Return the tasks that ended well on a worker, among those with such annotations."""
     return {

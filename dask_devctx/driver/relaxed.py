@@ -99,11 +99,14 @@ class Look:
         self, event: int = 0, context: int = 0, *, query: bool = False, record: bool = False
     ) -> tuple[bool, bool]:
         """Raise if the device failed; return whether the event was reached, and was recorded."""
-        # An event that is queried and not reached is not recorded again. A failing record is no
-        # error of the look: probe again to learn whether the device failed meanwhile.
+        # An event that is queried and not reached is not recorded again. On a device that failed
+        # both calls fail. A record fails for other reasons too, which are no errors of the look.
         reached = query and self.reached(event)
-        self._probe()
-        return reached, record and (reached or not query) and self._record(event, context)
+        wanted = record and (reached or not query)
+        recorded = wanted and self._record(event, context)
+        if not (recorded if wanted else query):
+            self._probe()
+        return reached, recorded
 
     def _probe(self) -> None:
         by = self._addresses

@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Final, Self
 
 from distributed import Worker
@@ -102,44 +103,32 @@ class _OnDevices:
         moves: bool,
     ) -> None:
         self._actor = actor
-        self._key = key
-        self._devices = devices
-        self._monitor = monitor
         self._moves = moves
+        self._devices = devices
+        self._guard = partial(Guard, monitor, key, devices, not_again=_METHODS_RUN_ONCE)
 
     def __getattr__(self, name: str) -> Any:
         actor, device = self._actor, self._devices[0]
         if not callable(getattr(type(actor), name, None)):  # a property may compute
-            return self._guard(inside=True).run(lambda: self._call(getattr, actor, name))
+            return self._guard().run(self._call, getattr, actor, name)
         method = getattr(actor, name)
         call: Callable[..., Any]
         if inspect.iscoroutinefunction(method):
 
-            async def call(*args: Any, **kwargs: Any) -> Any:
-                def body() -> Any:
-                    return suspending.within(device, self._await(method, *args, **kwargs))
+            async def body(args: Any, kwargs: Any) -> Any:
+                return await suspending.within(device, self._await(method, *args, **kwargs))
 
+            async def call(*args: Any, **kwargs: Any) -> Any:
                 with begins_with_the_task:
-                    return await self._guard(inside=False).run_coroutine(body)
+                    return await self._guard(is_coro=True).run_coroutine(body, args, kwargs)
         else:
 
             def call(*args: Any, **kwargs: Any) -> Any:
-                body = functools.partial(self._call, method, *args, **kwargs)
+                body = partial(self._call, method, *args, **kwargs)
                 with begins_with_the_task:
-                    result = self._guard(inside=True).run(body)
-                    return suspending.within(device, result)
+                    return suspending.within(device, self._guard().run(body))
 
         return functools.wraps(method)(call)
-
-    def _guard(self, *, inside: bool) -> Guard:
-        return Guard(
-            self._monitor,
-            self._key,
-            self._devices,
-            inside=inside,
-            not_again=_METHODS_RUN_ONCE,
-            is_method=True,
-        )
 
     def _call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._brought(args, kwargs)

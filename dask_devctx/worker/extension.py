@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping
 from contextlib import ExitStack
 from importlib import import_module
 from typing import Any
@@ -84,7 +83,7 @@ class DeviceExtension:
             self.monitor = Monitor(
                 worker,
                 used,
-                Retries(used, options.oom_retries, self),
+                Retries(used, options.oom_retries, self.history),
                 synchronize=options.synchronize,
                 answered=lambda: self._actors.answered(),
             )
@@ -104,11 +103,12 @@ class DeviceExtension:
                 self.limits,
                 lambda: self.store,
                 traffic,
-                make_room=self._make_room,
+                make_room=lambda device: self.store and self.store.spill.clear(device),
                 on_failure=self.monitor.noticed_between,
                 has_failed=self.monitor.has_failed,
             )
             steps.enter_context(exchanging(self.peers))
+            self.monitor.retries.peers = self.peers
             steps.enter_context(exposed(self.record, self.monitor, traffic.rows))
             if used:
                 self.store = steps.enter_context(
@@ -124,23 +124,26 @@ class DeviceExtension:
                     )
                 )
                 self.store.spill.stagings = self.peers.stagings
+                self.monitor.retries.store = self.store
+            self.pools = steps.enter_context(
+                device_threads(worker, self.admission, tasks_per_device)
+            )
+            self._actors = steps.enter_context(
+                DeviceActors(worker, self.monitor, move_inputs=options.move_inputs).used()
+            )
             self.runs = Runs(
                 worker,
                 self.placement,
                 self.admission,
                 self.monitor,
                 self.record,
+                self._actors,
+                self.pools,
                 unannotated=unannotated,
                 landing=in_place_of_the_first(used),
                 store=self.store,
                 failure=self.failure,
                 nvtx=import_module("nvtx") if options.nvtx else None,
-            )
-            self.pools = self.runs.pools = steps.enter_context(
-                device_threads(worker, self.admission, tasks_per_device)
-            )
-            self.runs.living = self._actors = steps.enter_context(
-                DeviceActors(worker, self.monitor, move_inputs=options.move_inputs).used()
             )
             if used:
                 threads, part = options.cpu_threads, len(used) / max(len(devices()), len(used))
@@ -200,30 +203,6 @@ class DeviceExtension:
         if self.store is not None:
             counts |= self.store.spill.counts(device)
         return counts
-
-    def _make_room(self, device: Device) -> int:
-        """Drop copies and spill values of a device that has no memory left; return the bytes."""
-        return 0 if self.store is None else self.store.spill.clear(device)
-
-    # -- for tasks that ran out of memory
-
-    def free(self, device: Device) -> int:
-        """Free what no task uses of copies, values and staging memory; return the bytes."""
-        return self._make_room(device) + self.peers.free_staging(device)
-
-    def wait_for_all(self, device: Device) -> None:
-        """Wait for copies and values that are under way, where a task has a device for itself."""
-        assert self.store is not None
-        self.store.spill.wait_for_all(device)
-
-    def stock(self, error: BaseException, device: Device) -> tuple[int | None, Mapping[str, int]]:
-        """Return a device's limit, and the bytes that could not leave at an error, by reason."""
-        return (None, {}) if self.store is None else self.store.spill.stock(error, device)
-
-    def noted(self, key: Hashable, device: Device, error: Exception) -> None:
-        """Note in the history that a task is tried again."""
-        text = f"{type(error).__name__}: {error}"
-        self.history.happened("out-of-memory", device.uuid, key, text)
 
     def _moved_bytes(self, device: Device, nbytes: int, seconds: float, back: bool) -> None:
         ends = ("host", device.uuid) if back else (device.uuid, "host")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -45,7 +45,7 @@ def functions_of_clients(
             if not used:
                 return await run(comm, *args, **kwargs)
             key = f"a function of client.run ({next(_numbers)})"
-            call = Guard(monitor, key, used, inside=False, not_again=_ONCE, is_method=True)
+            call = Guard(monitor, key, used, is_coro=True, not_again=_ONCE)
             try:
                 return await call.run_coroutine(partial(run, comm, *args, **kwargs))
             except DeviceFailedError as error:
@@ -54,7 +54,8 @@ def functions_of_clients(
         return run_monitored
 
     only = devices[0] if len(devices) == 1 and rmm_options(options) else None
-    with ExitStack() as steps:
-        steps.enter_context(wrapped_handler(worker, "run", partial(wrap, here=only)))
-        steps.enter_context(wrapped_handler(worker, "run_coroutine", wrap))
+    with (
+        wrapped_handler(worker, "run", partial(wrap, here=only)),
+        wrapped_handler(worker, "run_coroutine", wrap),
+    ):
         yield

@@ -60,7 +60,7 @@ class _Run(TaskStandIn):
     runs: Runs
 
     def _call(self, data: Any) -> Any:
-        nvtx, use = self.runs.nvtx if self.devices else None, Use(self, data)
+        nvtx, use = self.runs.nvtx, Use(self, data)
         if use.away or use.wanted:
             use.wait()
         with _NO_RANGE if nvtx is None else nvtx.annotate(str(self.key), domain=_DOMAIN), use:
@@ -73,25 +73,22 @@ class _Run(TaskStandIn):
             return use.returned(await use.task(use.data))
 
 
-class DeviceRun(_Run, Claim):
+class DeviceRun(_Run, Claim, Guard):
     """A run of a task on its devices, which is its own claim on them; the first is current.
 
     It can be pickled, unless it asks for more than a slot. In another process, it runs on the
     device of the same UUID, unguarded, and its inputs stay as they are.
     """
 
+    is_task = True
     is_plain = True  # it takes one slot, and none on other threads than the device's
-    asked_for = False  # whether the user named the device
-    isolated = 0  # the number of its isolated run; 0 for any other
-    once = ""  # why it does not run again after a device failed; "" if it may
     # Whether it has to wait for its slot. If not, it has begun for dask, and runs although it may
     # have been cancelled a moment ago.
     queued = True
     is_again = False  # an attempt ran out of memory
-    left_devices = False  # it seceded
+    not_again = ""
     thread: int | None = None
     made: Value | None = None
-    guarded: Guard | None = None
 
     def __init__(
         self,
@@ -99,16 +96,15 @@ class DeviceRun(_Run, Claim):
         ts: Any,
         devices: tuple[Device, ...],
         share: int,
-        nbytes: int,
         priority: tuple[Any, ...],
     ) -> None:
-        # as Claim.__init__, which would be another call for each task
+        # as those of its bases, which would be another call for each task
         self.key = ts.key
         self.devices = devices
         self.share = share
-        self.nbytes = nbytes
         self.priority = priority
         self.runs = runs
+        self.monitor = runs.monitor
         self.ts = ts
         self.task = ts.run_spec
         self.is_coro = self.task.is_coro
@@ -119,7 +115,6 @@ class DeviceRun(_Run, Claim):
         self.placed_at = self.began_at = perf_counter()
 
     def is_cancelled(self) -> bool:
-        """Return whether dask has cancelled it; on any thread."""
         return bool(self.ts.state == "cancelled")
 
     def seceded(self) -> None:
@@ -128,87 +123,67 @@ class DeviceRun(_Run, Claim):
     def __call__(self, data: Any = ()) -> Any:
         if self.is_coro:
             return self._await(data)
-        # On threads of the user's, a claim waits for its turn here.
-        waits = not self.is_plain and not (self.held or self.void)
         try:
-            if waits:
+            if not (self.is_plain or self.held or self.void):  # on threads of the user's
                 there = threading.Event()
                 self.granted = there.set
                 self.runs.admission.submit(self)
                 there.wait()
-            call = self._begin(inside=True)
+            self._start()
             if self.nbytes:
                 self._reserve()
-            result = call.run(functools.partial(self._call, data))
+            result = self.run(self._call, data)
         except BaseException as error:
-            if isinstance(error, DeviceFailedError | DeviceOutOfMemoryError):
-                self._name_place(error)
+            self._name_place(error)
             error.__traceback__ = of_the_task(error)
             raise
         finally:
-            if waits:
+            if self.granted is not None:
                 self.runs.admission.release(self)
         if isinstance(result, suspending.SUSPENDED):
             return suspending.within(self.devices[0], result)
         return result
 
     async def _await(self, data: Any) -> Any:
+        admission = self.runs.admission
         with begins_with_the_task:
-            if self.is_plain:
-                return await self._guarded_coroutine(data)
-            there, loop = asyncio.Event(), asyncio.get_running_loop()
-
-            def grant() -> None:
-                with suppress(RuntimeError):  # the loop is closed, so no task waits
-                    loop.call_soon_threadsafe(there.set)
-
-            self.granted = grant
-            admission = self.runs.admission
             try:
-                admission.submit(self)
-                await there.wait()
-                return await self._guarded_coroutine(data)
+                if not self.is_plain:
+                    there, loop = asyncio.Event(), asyncio.get_running_loop()
+
+                    def grant() -> None:
+                        with suppress(RuntimeError):  # the loop is closed, so no task waits
+                            loop.call_soon_threadsafe(there.set)
+
+                    self.granted = grant
+                    admission.submit(self)
+                    await there.wait()
+                self._start()
+                if self.nbytes:
+                    await asyncio.to_thread(self._reserve)
+                return await self.run_coroutine(self._on_device, data)
+            except BaseException as error:
+                self._name_place(error)
+                raise
             finally:
                 admission.withdraw(self)
                 admission.release(self)
 
-    async def _guarded_coroutine(self, data: Any) -> Any:
-        call = self._begin(inside=False)
-        if self.nbytes:
-            await asyncio.to_thread(self._reserve)
-        device, nvtx = self.devices[0], self.runs.nvtx
-
-        async def body() -> Any:
-            # A range of the process, not of the thread: others may run meanwhile.
-            range_id = None if nvtx is None else nvtx.start_range(str(self.key), domain=_DOMAIN)
-            try:
-                return await suspending.within(device, self._call_coroutine(data))
-            finally:
-                if nvtx is not None:
-                    nvtx.end_range(range_id)
-
+    async def _on_device(self, data: Any) -> Any:
+        nvtx = self.runs.nvtx
+        # A range of the process, not of the thread: others may run meanwhile.
+        range_id = None if nvtx is None else nvtx.start_range(str(self.key), domain=_DOMAIN)
         try:
-            return await call.run_coroutine(body)
-        except (DeviceFailedError, DeviceOutOfMemoryError) as error:
-            self._name_place(error)
-            raise
+            return await suspending.within(self.devices[0], self._call_coroutine(data))
+        finally:
+            if nvtx is not None:
+                nvtx.end_range(range_id)
 
-    def _begin(self, *, inside: bool) -> Guard:
-        """Return the guard of its call, which begins now."""
+    def _start(self) -> None:
+        """Let the task begin now, unless it was cancelled while it waited."""
         if self.void or (self.queued and self.ts.state == "cancelled"):
             raise Reschedule  # dask ignores this, unless the task was requested again just now
         self.began_at, self.thread = perf_counter(), get_ident()
-        self.guarded = call = Guard(
-            self.runs.monitor,
-            self.key,
-            self.devices,
-            inside=inside,
-            movable=not self.asked_for,
-            isolated=self.isolated,
-            not_again=self.once,
-            is_cancelled=self.is_cancelled,
-        )
-        return call
 
     def _reserve(self) -> None:
         """Spill values of others, until the bytes that it reserves are free on its devices."""
@@ -222,10 +197,11 @@ class DeviceRun(_Run, Claim):
         while self.reserved:
             self.runs.store.spill.give_room(self.reserved.pop(), self.nbytes)  # type: ignore[union-attr]
 
-    def _name_place(self, error: Exception) -> None:
-        place = place_of(getattr(self.task, "func", None))
-        if place:
-            error.add_note(f"This task calls {place}")
+    def _name_place(self, error: BaseException) -> None:
+        if isinstance(error, DeviceFailedError | DeviceOutOfMemoryError):
+            place = place_of(getattr(self.task, "func", None))
+            if place:
+                error.add_note(f"This task calls {place}")
 
     def __reduce__(self) -> Any:
         if not self.is_plain:

@@ -55,6 +55,8 @@ class Runs:
         admission: Admission,
         monitor: Monitor,
         record: Record,
+        actors: DeviceActors,
+        pools: Mapping[Device, DeviceThreadPoolExecutor],
         *,
         unannotated: Unannotated,
         landing: Device | None,
@@ -62,22 +64,21 @@ class Runs:
         failure: Exception | None,
         nvtx: Any,
     ) -> None:
-        self.placement = placement
         self.admission = admission
         self.monitor = monitor
-        self.record = record
         self.landing = landing
         self.store = store  # None without devices
-        self.pools: Mapping[Device, DeviceThreadPoolExecutor] = {}
-        self.living: DeviceActors | None = None
         self.nvtx = nvtx  # the package that names ranges for profilers; None without ranges
+        self._placement = placement
+        self._record = record
+        self._actors = actors
+        self._pools = pools
         self._worker = worker
         self._tasks = worker.state.tasks
         self._unannotated = unannotated
         self._failure = failure  # why the worker does not have the devices
         self._slot = admission.slot
         self._uuids = {device: device.uuid for device in admission.states}
-        self.now: dict[Hashable, DeviceRun] = {}  # the present run of each task on devices
 
     @contextmanager
     def executing(self) -> Iterator[None]:
@@ -91,9 +92,11 @@ class Runs:
     def _freed(self, keys: Collection[Hashable], **message: object) -> None:
         """Let cancelled tasks that reserve devices reserve them no longer."""
         for key in keys:
-            run = self.now.get(key)
-            if run is not None and not run.is_plain and run.is_cancelled():
-                self.admission.withdraw(run)
+            ts = self._tasks.get(key)
+            if ts is not None and ts.state == "cancelled":
+                run = ts.run_spec
+                if run.__class__ is DeviceRun and not run.is_plain:
+                    self.admission.withdraw(run)
             if self.store is not None:
                 self.store.made.pop(key, None)
 
@@ -101,7 +104,7 @@ class Runs:
         """Return the run of a task; None to run it as without this package."""
         annotations = ts.annotations
         try:
-            isolated, once = _conditions(annotations) if annotations else (0, "")
+            isolated, not_again = _conditions(annotations) if annotations else (0, "")
             wanted = requested_device(annotations, self._unannotated, ts.run_spec)
             if wanted is HOST_ONLY:
                 if self.store is None:
@@ -112,19 +115,18 @@ class Runs:
             # Of the traceback, only the lines of a policy or of an annotation help the user.
             error = error.with_traceback(of_the_user(error))
             failure = explained(error, annotations)
-            self.record.refused(ts, failure)
+            self._record.refused(ts, failure)
             return Refused(ts.run_spec, failure)
-        run.isolated, run.once = isolated, once
+        run.isolated, run.not_again = isolated, not_again
         theirs = bool(annotations) and "executor" in annotations  # the user's own threads
         if not (theirs or run.is_coro):
-            send_next_task_to(self.pools[run.devices[0]], run)
+            send_next_task_to(self._pools[run.devices[0]], run)
         return run
 
     def _on_devices(self, ts: Any, wanted: Request) -> DeviceRun:
         if self._failure is not None:
             raise self._failure
-        key, dependencies, placement = ts.key, ts.dependencies, self.placement
-        store = self.store
+        key, dependencies, placement, store = ts.key, ts.dependencies, self._placement, self.store
         inputs: list[Value] = []
         # Where there is no choice, inputs matter only if they can be moved ahead.
         choice = len(placement.devices) > 1
@@ -145,23 +147,19 @@ class Runs:
                 last = False
                 break
         by_user, *others = ts.priority
-        priority = by_user, int(last), *others
-        if wanted.plain:
-            run = DeviceRun(self, ts, devices, self._slot, 0, priority)
-        else:
-            share = share_units(placement.share_of(wanted, devices[0]))
-            run = DeviceRun(self, ts, devices, share, wanted.nbytes or 0, priority)
+        run = DeviceRun(self, ts, devices, self._slot, (by_user, int(last), *others))
+        if not wanted.plain:
             run.is_plain = False
-            run.slots = share / self._slot
-        run.asked_for = wanted is not ANY_DEVICE
-        if tasks.makes_an_actor(self._worker, key):
-            assert self.living is not None
-            self.living.live_on(ts, devices)
+            run.share = share_units(placement.share_of(wanted, devices[0]))
+            run.nbytes = wanted.nbytes or 0
+            run.slots = run.share / self._slot
+        run.movable = wanted is ANY_DEVICE
+        if key in self._actors:
+            self._actors.live_on(ts, devices)
         # Nothing fails from here on: what is counted now is counted until its end.
         has_queue = placement.add(run)
         # The scheduler gets it; readers of dask's own task stream see it.
         ts.metadata[DEVICE] = self._uuids[devices[0]]
-        self.now[key] = run
         run.queued = has_queue or not run.is_plain
         if inputs and has_queue and store is not None and store.moves_inputs:
             store.copies.make_ahead(inputs, *devices)
@@ -169,41 +167,31 @@ class Runs:
 
     def _end(self, ts: Any, run: Any, event: Any) -> Any:
         state = tasks.STATES.get(event.__class__, "released")
-        start, stop = (None, None) if state == "released" else (event.start, event.stop)
         ended = state != "released" and ts.state != "cancelled"
+        start, stop = (event.start, event.stop) if ended else (None, None)
         text = event.exception_text if state == "error" else ""
         if run.__class__ is not DeviceRun:
             if ended:
-                self.record.ended(ts, (), state, start, stop, text=text)
+                self._record.ended(ts, (), state, start, stop, text=text)
             return event
         devices, key, store = run.devices, ts.key, self.store
-        stored = ended and state == "memory"
-        seconds = stop - start if ended and start is not None and stop is not None else None
         # First what others wait for, then what is told of it.
-        self.now.pop(key, None)
-        if not run.left_devices:
-            run.left_devices = True
-            self.placement.remove(run, seconds)
+        seconds = None if start is None or stop is None else stop - start
+        self._placement.remove(run, seconds)
         if store is not None:
             made, run.made = run.made, None
-            if stored and made is not None and key not in (self.living or ()):
+            if made is not None and ended and state == "memory" and key not in self._actors:
                 store.made[key] = made
         if ended:
             # the seconds that it waited for a slot, for its inputs and for memory, and its thread
             waited = run.began_at - run.placed_at, run.inputs_s, run.memory_s, run.thread
-            self.record.ended(ts, devices, state, start, stop, waited, text)
+            self._record.ended(ts, devices, state, start, stop, waited, text)
         return event
 
     def seceded(self, run: DeviceRun) -> None:
         """Note that a run seceded from its thread: it may wait for other tasks; on any thread."""
-        if run.guarded is not None:
-            self.monitor.calls.seceded(run.guarded)
-        self._worker.loop.add_callback(self._leave, run)
-
-    def _leave(self, run: DeviceRun) -> None:
-        if not run.left_devices:
-            run.left_devices = True
-            self.placement.remove(run)
+        self.monitor.calls.seceded(run)
+        self._worker.loop.add_callback(self._placement.remove, run)
 
 
 def _conditions(annotations: Mapping[str, Any]) -> tuple[int, str]:

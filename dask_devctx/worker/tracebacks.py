@@ -16,19 +16,16 @@ _READ_ONLY: Final = (
     "x += 1, or change a copy of your own: x.copy() in host memory, "
     "dask_devctx.to_device(x, Device.current(), copy=True) on a device"
 )
-# Remedies for errors that a task meets because it runs on a worker: by the type of an error and a
-# part of its text.
-_REMEDIES: Final[tuple[tuple[type[Exception], str, str], ...]] = (
-    (
-        AssertionError,
-        "daemonic processes are not allowed to have children",
+# Remedies for errors that a task meets because it runs on a worker: by a part of their text.
+_REMEDIES: Final = {
+    "daemonic processes are not allowed to have children": (
         "A worker with a nanny may not start processes. Allow it before the cluster starts, "
         'dask.config.set({"distributed.worker.daemon": False}), and start them by "spawn", as in '
-        'multiprocessing.get_context("spawn")',
+        'multiprocessing.get_context("spawn")'
     ),
-    (ValueError, "output array is read-only", _READ_ONLY),
-    (ValueError, "assignment destination is read-only", _READ_ONLY),
-)
+    "output array is read-only": _READ_ONLY,
+    "assignment destination is read-only": _READ_ONLY,
+}
 
 
 class BeginsWithTheTask:
@@ -43,12 +40,7 @@ class BeginsWithTheTask:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             error.__traceback__ = of_the_task(error)
 
@@ -81,19 +73,14 @@ def of_the_task(error: BaseException) -> TracebackType | None:
 def of_the_user(error: BaseException) -> TracebackType | None:
     """Return the part of an error's traceback that begins with a user's code; None without any."""
     step = error.__traceback__
-    while step is not None and _is_on_the_way(step):
+    while step and step.tb_frame.f_globals.get("__name__", "").startswith(_ON_THE_WAY):
         step = step.tb_next
     return step
 
 
-def _is_on_the_way(step: TracebackType) -> bool:
-    name: str = step.tb_frame.f_globals.get("__name__", "")
-    return name.startswith(_ON_THE_WAY)
-
-
 def name_remedy(error: BaseException) -> None:
-    """Add a note with the remedy to a task's error, if one is known and not there already."""
-    notes = getattr(error, "__notes__", ())
-    for kind, text, remedy in _REMEDIES:
-        if isinstance(error, kind) and text in str(error) and remedy not in notes:
-            error.add_note(remedy)
+    """Add a note with the remedy to a task's error, if one is known."""
+    if isinstance(error, AssertionError | ValueError):
+        for text, remedy in _REMEDIES.items():
+            if text in str(error):
+                error.add_note(remedy)

@@ -31,14 +31,7 @@ from dask_devctx import (
 from dask_devctx.driver import statuses
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.scheduler.messages import (
-    ANNOUNCE,
-    CLAIM,
-    FAILED,
-    HISTORY,
-    RECHUNK,
-    REFUSE,
-)
+from dask_devctx.scheduler.messages import ANNOUNCE, CLAIM, FAILED, HISTORY, RECHUNK, REFUSE
 from tests.conftest import Replacing
 from tests.distributed.devices import here, started
 
@@ -68,8 +61,7 @@ def test_a_fault_in_no_function_is_refused(machine: SimulatedMachine) -> None:
 
 
 def reset() -> None:
-    machine = driver.backend().machine
-    machine.faults.inject("cuMemFree", CUresult.CUDA_ERROR_CONTEXT_IS_DESTROYED)  # the probe
+    driver.backend().machine.faults.poison(CUresult.CUDA_ERROR_CONTEXT_IS_DESTROYED)
 
 
 def lose() -> None:
@@ -110,10 +102,7 @@ def test_a_gpu_that_another_process_has_for_itself(machine: SimulatedMachine, mo
     assert caught.value.status == "CUDA_ERROR_DEVICE_UNAVAILABLE"
     with Device(1):
         pass
-    with (
-        started() as client,
-        dask.annotate(device=0),
-    ):
+    with started() as client, dask.annotate(device=0):
         error = client.submit(sum, [1, 2]).exception(timeout=20)
     assert isinstance(error, DriverError)  # of this task alone: the process is healthy
 

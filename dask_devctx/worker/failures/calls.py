@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -13,7 +13,8 @@ from typing import Final
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver import statuses
 from dask_devctx.driver.relaxed import RelaxedCapture
-from dask_devctx.errors import DevctxError, DriverError
+from dask_devctx.errors import DriverError
+from dask_devctx.transfer.events import Event
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +23,8 @@ _REMEMBERED: Final = 64
 # Other tasks wait this long for an isolated task, since that task may wait for one of them. In each
 # further isolated run of the task they wait ten times longer, so that tasks that take long can be
 # told apart, too.
-PATIENCE_S: Final = 60.0
-LONGER: Final = 10
+_PATIENCE_S: Final = 60.0
+_LONGER: Final = 10
 
 # A task and a device to which it gave work.
 Suspect = tuple[Hashable, Device]
@@ -34,6 +35,9 @@ class Call:
 
     key: Hashable
     devices: tuple[Device, ...]
+    is_task = False  # isolated tasks wait for tasks only, and tasks alone are tried again
+    movable = False  # whether it may be tried on another device
+    isolated = 0  # the number of its isolated run; 0 for any other
     once = ""  # why it does not run again, while it runs and must not
     # Whether no isolated task waits for its end: it is no task, or may wait for others itself.
     aside = False
@@ -41,7 +45,10 @@ class Call:
     # for itself; None for an isolated run, which has all devices of the process.
     until = 0.0
     alone_on: Device | None = None
-    patience_s = PATIENCE_S  # how long it waits for others, and others for it
+
+    def be_patient(self) -> None:
+        """Let it wait for others, and others for it, from now on."""
+        self.until = time.monotonic() + _PATIENCE_S * _LONGER ** max(self.isolated - 1, 0)
 
 
 class Calls:
@@ -73,12 +80,10 @@ class Calls:
 
     def suspects(self, device: Device | None = None) -> list[Suspect]:
         """Return all suspects, of one device or of all: running tasks first, then latest first."""
-        running = [(one.key, on) for one in tuple(self.running) for on in one.devices]
-        left = [
-            (key, work.device) for work in self.all_work() for key in reversed(tuple(work.left))
-        ]
-        every = dict.fromkeys([*running, *left])
-        return [one for one in every if device is None or one[1] is device]
+        every = [(one.key, on) for one in tuple(self.running) for on in one.devices]
+        for work in self.all_work():
+            every += [(key, work.device) for _, key in reversed(tuple(work.left))]
+        return [one for one in dict.fromkeys(every) if device is None or one[1] is device]
 
     def all_work(self) -> tuple[Work, ...]:
         """Return the unfinished work of all devices that were used."""
@@ -94,7 +99,7 @@ class Calls:
             if self.holds_back(call):
                 return False
             if alone:
-                call.until = time.monotonic() + call.patience_s
+                call.be_patient()
                 self.turns.add(call)
             return True
 
@@ -129,10 +134,8 @@ class Calls:
         return any(one.alone_on is device for one in tuple(self.turns)) if self.turns else False
 
     def close(self) -> None:
-        """End all waits, and destroy the driver's events."""
+        """End all waits."""
         self._closed = True
-        for work in self.all_work():
-            work.close()
 
 
 class Work:
@@ -145,76 +148,50 @@ class Work:
 
     def __init__(self, device: Device, calls: Calls) -> None:
         self.device = device
-        self.left: deque[Hashable] = deque(maxlen=_REMEMBERED)  # the keys of tasks that ended
+        self.numbers = itertools.count(1)
+        # The tasks that ended, and when: by the next one of the numbers.
+        self.left: deque[tuple[int, Hashable]] = deque(maxlen=_REMEMBERED)
         self.left_behind = 0
         self._calls = calls
-        self._lock = threading.Lock()
-        self._ended = 0
-        self._event = 0
-        self._marked: int | None = None  # how many tasks had ended when the event was recorded
-        self._looking = threading.Lock()  # held while the event is in use, and after the end
-
-    def ended(self, key: Hashable) -> None:
-        """Count a task that returned: its work may still be running on the device."""
-        with self._lock:
-            self.left.append(key)
-            self._ended += 1
-
-    def _done(self, ended: int) -> None:
-        """Forget the first ``ended`` tasks."""
-        with self._lock:
-            while self.left and self._ended - len(self.left) < ended:
-                self.left.popleft()
-
-    def check(self, key: Hashable, *, wait: bool) -> None:
-        """Check the device inside its scope, after a task; raise if it failed."""
-        calls = self.device._backend.calls
-        if calls.current() != self.device._handle:
-            self._note_left_behind(key)
-            calls.set_current(self.device._handle)  # without a context, the probe finds no failure
-        if wait:
-            self.wait()
-        else:
-            self.look(mark=True)
+        self._event: Event | None = None
+        self._marked = 0  # the number at which the event was recorded; 0 if it is not
+        self._looking = threading.Lock()  # held while the event or the rest is in use
 
     def wait(self) -> None:
         """Wait for the device, which is current, clear its suspects and probe it."""
-        calls, ended = self.device._backend.calls, self._ended
+        calls, mark = self.device._backend.calls, next(self.numbers)
         with RelaxedCapture(calls.work):
             calls.synchronize()
-            self._done(ended)
+            with self._looking:
+                while self.left and self.left[0][0] < mark:
+                    self.left.popleft()
             calls.work.probe()
 
     def look(self, *, mark: bool) -> None:
         """Query the progress and health of the device, which is current, without waiting.
 
-        If the device reached the mark and a probe finds no error, the tasks that had ended at the
-        mark are cleared: their work succeeded. The event is recorded again after the device reached
-        it.
+        If the device reached the mark and has not failed, the tasks that had ended at the mark are
+        cleared. The event is recorded again after the device reached it.
         """
         calls = self.device._backend.calls.work
-        if (self._marked is None and not mark) or not self._looking.acquire(blocking=False):
+        if not (self._marked or mark) or not self._looking.acquire(blocking=False):
             calls.look()
             return
-        ended, marked = self._ended, self._marked
+        marked, number = self._marked, next(self.numbers)
         # Recording an event on the whole context ends a graph capture of another thread.
         mark = mark and not (self._calls.running and self._calls.running_on(self.device))
-        query = marked is not None
         try:
-            if mark and not self._event:
+            if self._event is None:
                 with RelaxedCapture(calls):
-                    self._event = calls.event_create()
-            handle = self.device._handle
-            reached, recorded = calls.look(self._event, handle, query=query, record=mark)
-            if reached and marked is not None and self.left:
-                self._done(marked)
-            if recorded:
-                self._marked = ended
-            elif reached or not query:
+                    self._event = Event(self.device)
+            reached, recorded = calls.look(
+                self._event._handle, self.device._handle, query=marked > 0, record=mark
+            )
+            while reached and self.left and self.left[0][0] < marked:
+                self.left.popleft()
+            if reached or not marked:
                 # A driver that is too old for marks clears no suspect.
-                self._marked = None
-                if mark:  # perhaps the device failed just now
-                    calls.look()
+                self._marked = number if recorded else 0
         except DriverError as error:
             if statuses.failed(error.code):
                 raise
@@ -223,8 +200,9 @@ class Work:
         finally:
             self._looking.release()
 
-    def _note_left_behind(self, key: Hashable) -> None:
-        with self._lock:
+    def take_back(self, key: Hashable) -> None:
+        """Make the device current again: a task left another context behind."""
+        with self._looking:
             self.left_behind += 1
         if self.left_behind == 1:
             logger.warning(
@@ -233,12 +211,7 @@ class Work:
                 "by itself. Prometheus counts further tasks (dask_devctx_failures_total)",
                 *(key, self.device),
             )
-
-    def close(self) -> None:
-        """Destroy the driver's event, unless it is in use."""
-        if self._looking.acquire(blocking=False) and self._event:
-            with contextlib.suppress(DevctxError):
-                self.device._backend.calls.work.event_destroy(self._event)
+        self.device.set_current()
 
 
 class _Works(dict[Device, Work]):

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -17,7 +16,7 @@ from dask_devctx.cuda.out_of_memory import clear_frames, is_out_of_memory
 from dask_devctx.dask_internals.tasks import rejoin_if_seceded
 from dask_devctx.driver import statuses
 from dask_devctx.errors import DriverError
-from dask_devctx.worker.failures.calls import LONGER, PATIENCE_S, Call
+from dask_devctx.worker.failures.calls import Call
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.oom_retries import portable
 from dask_devctx.worker.tracebacks import name_remedy, of_the_task
@@ -26,36 +25,41 @@ _POLL_S: Final = 0.02  # many tasks may wait for their turn on one event loop
 _CURRENT: Final = nullcontext()
 
 
-@dataclass(eq=False)
 class Guard(Call):
-    """One guarded call of a task, or of an actor's method; it is made once, and tried again inside.
+    """One guarded call, of a function or of a coroutine function; it is tried again inside.
 
-    The call ends with ``DeviceFailedError`` if the device failed in it, or in one that does not run
-    again; with ``DeviceOutOfMemoryError`` if memory ran out, also in the last retry; with
-    ``Reschedule`` if it must run again elsewhere.
+    It is an actor's method or another function; a run of a task is one that can do more. The call
+    ends with ``DeviceFailedError`` if the device failed in it, or in one that does not run again;
+    with ``DeviceOutOfMemoryError`` if memory ran out, also in the last retry; with ``Reschedule``
+    if it must run again elsewhere.
     """
 
-    monitor: Monitor
-    key: Hashable
-    devices: tuple[Device, ...]
-    _: KW_ONLY
-    # Whether this is a function, with its device current around it; else a coroutine function.
-    inside: bool = True
-    movable: bool = False  # whether it may be tried on another device
-    isolated: int = 0  # the number of its isolated run; 0 for any other
-    not_again: str = ""  # why it does not run again after a device failed; "" if it may
-    is_method: bool = False  # nobody waits for it, and it is not tried again
-    is_cancelled: Callable[[], bool] = bool
+    synchronizes = False  # whether it waits for its devices before and after the call
 
-    def __post_init__(self) -> None:
-        if self.isolated:
-            self.patience_s = PATIENCE_S * LONGER ** (self.isolated - 1)
-        self.waits = not self.is_method and (self.monitor.synchronize or self.isolated > 0)
+    def __init__(
+        self,
+        monitor: Monitor,
+        key: Hashable,
+        devices: tuple[Device, ...],
+        *,
+        is_coro: bool = False,
+        not_again: str = "",
+    ) -> None:
+        self.monitor = monitor
+        self.key = key
+        self.devices = devices
+        # A function has its device current around it. A coroutine enters it itself, at each resume.
+        self.is_coro = is_coro
+        self.not_again = not_again  # why it does not run again after a device failed; "" if it may
 
-    def run(self, body: Callable[[], Any]) -> Any:
+    def is_cancelled(self) -> bool:
+        """Return whether dask needs it no more; on any thread."""
+        return False
+
+    def run(self, body: Callable[..., Any], *args: Any) -> Any:
         """Return what a function returns, called on this thread in its device's scope."""
         try:
-            self._steps(body).send(None)  # nothing in it is awaited: see `_do` and `_pause`
+            self._steps(body, args).send(None)  # nothing in it is awaited: see `_do` and `_pause`
         except StopIteration as end:
             result, error = end.value
         if error is None:
@@ -65,9 +69,9 @@ class Guard(Call):
         finally:
             del error  # a traceback holds this frame: make no cycle
 
-    async def run_coroutine(self, body: Callable[[], Awaitable[Any]]) -> Any:
-        """Return what a coroutine returns; it enters its device itself, at each resume."""
-        result, error = await self._steps(body)
+    async def run_coroutine(self, body: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+        """Return what a coroutine returns."""
+        result, error = await self._steps(body, args)
         if error is None:
             return result
         try:
@@ -77,67 +81,61 @@ class Guard(Call):
 
     async def _do(self, step: Callable[[], Any]) -> Any:
         """Do what may wait for a device; an event loop goes on meanwhile."""
-        return step() if self.inside else await asyncio.to_thread(step)
+        return await asyncio.to_thread(step) if self.is_coro else step()
 
     async def _pause(self) -> None:
         """Wait a moment for other tasks."""
-        if self.inside:
-            time.sleep(_POLL_S)
-        else:
+        if self.is_coro:
             await asyncio.sleep(_POLL_S)
+        else:
+            time.sleep(_POLL_S)
 
-    async def _steps(self, body: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    async def _steps(
+        self, body: Callable[..., Any], args: tuple[Any, ...]
+    ) -> tuple[Any, BaseException | None]:
         """Return the call's result, and the exception that it ends with or None."""
-        monitor, key, device = self.monitor, self.key, self.devices[0]
-        calls, retries = monitor.calls, monitor.retries
+        monitor, key, calls = self.monitor, self.key, self.monitor.calls
+        tried = monitor.retries.tried
         outcome: BaseException | None = None
         raised: BaseException | None = None
         result = None
-        alone = False
+        if self.is_task and (monitor.synchronize or self.isolated):
+            self.synchronizes = True
         try:
             while True:
                 outcome = raised = None
                 try:
-                    alone = bool(retries.tried) and not self.is_method and retries.is_last(key)
-                    if self.isolated or alone or (calls.turns and not self.is_method):
-                        self.alone_on = device if alone and not self.isolated else None
-                        await self._turn(bool(self.isolated) or alone)
-                    if self.isolated:
-                        await self._do(self._drain)
-                    if alone:
-                        await self._do(partial(retries.clear, device))
+                    if self.is_task and (self.isolated or calls.turns or tried):
+                        await self._turn()
                     if not self._begin():
                         continue
                     try:
-                        result = body()
-                        if not self.inside:
+                        result = body(*args)
+                        if self.is_coro:
                             result = await result
                     except BaseException as error:
                         raised = error
-                    outcome = await self._after(raised)
+                    if self.synchronizes and (raised is None or isinstance(raised, Exception)):
+                        outcome = await self._do(partial(self._after, raised))
+                    else:
+                        outcome = self._after(raised)
                 except BaseException as error:
                     outcome = error
                 if outcome is None and monitor.failure is not None:
                     outcome = monitor.failure.error_of(key)
                 self.once = ""
                 if isinstance(outcome, DriverError) and outcome.code in statuses.STICKY:
-                    outcome = self._blamed(device, outcome, outcome)
-                if self.isolated or alone:
-                    calls.turns.discard(self)
+                    outcome = self._blamed(self.devices[0], outcome, outcome)
+                calls.turns.discard(self)
                 if outcome is None:
-                    if retries.tried:
-                        retries.forget(key)
+                    if tried:
+                        monitor.retries.forget(key)
                     return result, None
                 if monitor.failure is not None:
-                    if self.is_method and isinstance(outcome, Reschedule):
+                    if not self.is_task and isinstance(outcome, Reschedule):
                         outcome = monitor.failure.error_for(self.not_again)
                 elif isinstance(outcome, Exception):
-                    make = partial(
-                        retries.make_room,
-                        *(key, self.devices, outcome),
-                        movable=self.movable,
-                        again=not self.is_method,
-                    )
+                    make = partial(monitor.retries.make_room, self, outcome)
                     outcome = await self._do(make) if is_out_of_memory(outcome) else make()
                     del make
                     if outcome is None:
@@ -153,14 +151,21 @@ class Guard(Call):
 
     # -- before the call
 
-    async def _turn(self, alone: bool) -> None:
+    async def _turn(self) -> None:
         """Wait until the call may begin, and where it is to run alone, for others to end."""
-        calls = self.monitor.calls
+        calls, retries, device = self.monitor.calls, self.monitor.retries, self.devices[0]
+        is_last = retries.is_last(self.key)
+        alone = is_last or self.isolated > 0
+        self.alone_on = device if alone and not self.isolated else None
         while not calls.took_turn(self, alone) or (alone and calls.has_to_wait(self)):
             self._refuse()
             await self._pause()
         self._refuse()
-        self.until = time.monotonic() + self.patience_s
+        self.be_patient()
+        if self.isolated:
+            await self._do(self._drain)
+        if is_last:
+            await self._do(partial(retries.clear, device))
 
     def _refuse(self) -> None:
         """Raise if it may not begin: the devices failed, or dask needs it no more."""
@@ -181,24 +186,24 @@ class Guard(Call):
                     raise self.monitor.noticed(self, device, found, began=False) from found
 
     def _begin(self) -> bool:
-        """Count the call, check its device, and enter it if the call is ``inside``.
+        """Count the call, check its device, and leave it current for a function.
 
         False if another task was given its turn meanwhile: this call has to wait.
         """
         monitor, device, calls = self.monitor, self.devices[0], self.monitor.calls
         if monitor.failure is not None:
             raise Reschedule
-        self.aside, entered = self.is_method, False
+        self.aside, entered = not self.is_task, False
         calls.running.add(self)
         try:
-            if calls.turns and not (self.isolated or self.is_method) and calls.holds_back(self):
+            if calls.turns and self.is_task and not self.isolated and calls.holds_back(self):
                 calls.running.discard(self)
                 return False
             device.__enter__()
             entered = True
-            if not self.waits:
+            if not self.synchronizes:
                 calls.works[device].look(mark=False)
-            if not self.inside:
+            if self.is_coro:
                 entered = False
                 device.__exit__(None, None, None)
         except BaseException as error:
@@ -216,47 +221,44 @@ class Guard(Call):
 
     # -- after the call
 
-    async def _after(self, error: BaseException | None) -> BaseException | None:
+    def _after(self, error: BaseException | None) -> BaseException | None:
         """Return the outcome of a call that returned or raised ``error``; leave its device."""
-        calls, outcome = self.monitor.calls, error
+        calls, outcome, (first, *_) = self.monitor.calls, error, self.devices
         if error is not None and is_out_of_memory(error):
             clear_frames(error)  # others may wait for its end, and for its memory
         calls.running.discard(self)
         for device in self.devices:
-            calls.works[device].ended(self.key)
+            work = calls.works[device]
+            work.left.append((next(work.numbers), self.key))
         try:
-            if error is None or isinstance(error, Exception):
-                if self.waits and not self.inside:
-                    outcome = await asyncio.to_thread(self._checked, error)
-                else:
-                    outcome = self._checked(error)
+            for device in self.devices if error is None or isinstance(error, Exception) else ():
+                current = device is first and not self.is_coro
+                scope: AbstractContextManager[Any] = _CURRENT if current else device
+                try:
+                    with scope:
+                        work = calls.works[device]
+                        if current and device._backend.calls.current() != device._handle:
+                            work.take_back(self.key)  # else no look finds a failure
+                        if self.synchronizes:
+                            work.wait()
+                        else:
+                            work.look(mark=True)
+                except DriverError as found:
+                    if statuses.failed(found.code):
+                        outcome = self._blamed(device, found, outcome or found)  # type: ignore[arg-type]
+                        break
+                    if outcome is None:
+                        outcome = found
+                    else:
+                        outcome.add_note(f"After it, {device} was found unwell: {found}")
         except BaseException as found:
             outcome = found
-        if self.inside:
+        if not self.is_coro:
             try:
-                kind = None if outcome is None else type(outcome)
-                self.devices[0].__exit__(kind, outcome, None)
+                first.__exit__(None if outcome is None else type(outcome), outcome, None)
             except BaseException as found:
                 outcome = found
         return outcome
-
-    def _checked(self, error: Exception | None) -> Exception | None:
-        """Check the devices; return the exception that the call ends with."""
-        monitor, current = self.monitor, self.inside
-        for device in self.devices:
-            scope: AbstractContextManager[Any] = _CURRENT if current else device
-            current = False
-            try:
-                with scope:
-                    monitor.calls.works[device].check(self.key, wait=self.waits)
-            except DriverError as found:
-                if statuses.failed(found.code):
-                    return self._blamed(device, found, error or found)
-                if error is None:
-                    error = found
-                else:
-                    error.add_note(f"After it, {device} was found unwell: {found}")
-        return error
 
     def _blamed(self, device: Device, found: DriverError, cause: Exception) -> Exception:
         """Return the exception of a call that noticed a failure."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Final, NamedTuple, Protocol
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from distributed import Reschedule
 from distributed.protocol.pickle import dumps, loads
@@ -15,28 +15,18 @@ from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import is_out_of_memory, release_caches, requested_nbytes
 from dask_devctx.errors import DevctxError, DeviceOutOfMemoryError
+from dask_devctx.worker.failures.calls import Call
+
+if TYPE_CHECKING:
+    from dask_devctx.worker.metrics.history import History
+    from dask_devctx.worker.peers import PeerTransfers
+    from dask_devctx.worker.values.store import Store
 
 logger = logging.getLogger(__name__)
 
 # A task that ran out of memory is remembered until it is done on this worker. A task that moved to
 # another worker is never done here, so the oldest tasks are forgotten beyond this number.
 _REMEMBERED: Final = 10_000
-
-
-class Room(Protocol):
-    """What a worker can do about a device's memory."""
-
-    def free(self, device: Device) -> int:
-        """Free what no task uses of copies, values and staging memory; return the bytes."""
-
-    def wait_for_all(self, device: Device) -> None:
-        """Wait for copies and values that are under way, where a task has a device for itself."""
-
-    def stock(self, error: BaseException, device: Device) -> tuple[int | None, Mapping[str, int]]:
-        """Return a device's limit, and the bytes that could not leave at an error, by reason."""
-
-    def noted(self, key: Hashable, device: Device, error: Exception) -> None:
-        """Called before a task is tried again."""
 
 
 class _Tried(NamedTuple):
@@ -54,12 +44,15 @@ _NEVER: Final = _Tried()
 class Retries:
     """The tasks of one worker that ran out of a device's memory."""
 
-    def __init__(self, devices: Sequence[Device], most: int, room: Room) -> None:
+    peers: PeerTransfers
+    store: Store | None = None  # without devices
+
+    def __init__(self, devices: Sequence[Device], most: int, history: History) -> None:
         self.counted: Counter[Device] = Counter()
         self.tried: OrderedDict[Hashable, _Tried] = OrderedDict()
         self._devices = tuple(devices)
         self._most = most
-        self._room = room
+        self._history = history
         self._lock = threading.Lock()
 
     def redirect(self, key: Hashable) -> Device | None:
@@ -71,71 +64,64 @@ class Retries:
         tried = self.tried.get(key, _NEVER)
         return tried.fits and 0 < self._most <= tried.attempts
 
-    def make_room(
-        self,
-        key: Hashable,
-        devices: Sequence[Device],
-        error: Exception,
-        *,
-        movable: bool = False,
-        again: bool = True,
-    ) -> Exception | None:
-        """Free memory for a task that ran out of it; return the exception to raise.
+    def make_room(self, call: Call, error: Exception) -> Exception | None:
+        """Free memory for a call that ran out of it; return the exception to raise.
 
         None to try it again here at once, ``Reschedule`` to try it on another device, and ``error``
         itself if it does not concern memory.
         """
+        key, devices, device = call.key, call.devices, call.devices[0]
         if not is_out_of_memory(error):
             if not isinstance(error, Reschedule):
                 self.forget(key)
             return error
-        requested, device = requested_nbytes(error), devices[0]
-        attempts = self.tried.get(key, _NEVER).attempts + 1 if again else 1
+        requested = requested_nbytes(error)
+        attempts = self.tried.get(key, _NEVER).attempts + 1 if call.is_task else 1
         fitting = [one for one in devices if _fits(requested, one)]
         dropped = sum(map(self._free, fitting))
         with self._lock:
             self.counted[device] += 1
-        if not again or attempts > self._most:
+        if not call.is_task or attempts > self._most:
             self.forget(key)
-            free, total = _memory_info(device)
             failure = DeviceOutOfMemoryError(
                 str(device),
                 device.uuid,
                 requested,
-                free,
-                total,
+                *_memory_info(device),
                 discovery.processes(device._backend, device.info),
                 dropped,
                 attempts,
-                *self._room.stock(error, device),
+                *((None, {}) if self.store is None else self.store.spill.stock(error, device)),
             )
             failure.__cause__ = portable(error)
-            if not again:
+            if not call.is_task:
                 failure.add_note(
                     "A method of an actor is not tried again: it may have changed the actor's state"
                 )
             return failure
-        self._room.noted(key, device, error)
+        text = f"{type(error).__name__}: {error}"
+        self._history.happened("out-of-memory", device.uuid, key, text)
         # For another device, the task goes through the scheduler, so that it runs on that device's
         # own threads and its inputs move there as for any task.
-        best = self._most_free(device) if movable else device
+        best = self._most_free(device) if call.movable else device
         logger.info("%r ran out of memory on %s; trying it again on %s", key, device, best)
         with self._lock:
             self.tried[key] = _Tried(attempts, device in fitting, best)
             self.tried.move_to_end(key)
             if len(self.tried) > _REMEMBERED:
                 self.tried.popitem(last=False)
-        elsewhere: Exception = Reschedule()
-        return None if best is device else elsewhere
+        return None if best is device else Reschedule()
 
     def clear(self, device: Device) -> None:
         """Free all that is not in use on a device that a task has for itself."""
-        self._room.wait_for_all(device)
+        if self.store is not None:
+            self.store.spill.wait_for_all(device)
         self._free(device)
 
     def _free(self, device: Device) -> int:
-        """Free all memory of a device that is not in use; return the bytes of dropped copies."""
-        dropped = self._room.free(device)
+        """Free all memory of a device that is not in use; return the bytes of dropped values."""
+        dropped = 0 if self.store is None else self.store.spill.clear(device)
+        dropped += self.peers.free_staging(device)
         try:
             with device:
                 release_caches()

@@ -31,6 +31,8 @@ class Claim:
     held = False
     waits = False
     void = False  # its task was cancelled while it waited, and must not run
+    nbytes = 0  # on each device
+    counted = False  # whether the placement counts its task
     # For the choice of the next task's device: the slots of each device, and the seconds of these.
     prefix = ""
     slots = 1.0
@@ -50,7 +52,7 @@ class Claim:
         self.key = key
         self.devices = devices
         self.share = share  # of each device, in millionths
-        self.nbytes = nbytes  # on each device
+        self.nbytes = nbytes
         self.priority = priority
 
     def seceded(self) -> None:
@@ -215,13 +217,13 @@ class Admission:
 
         A claim that is behind another one on some of its devices is not waited for on the others.
         """
-        entries: dict[int, _Entry] = {}
+        waiting: set[_Entry] = set()
         for one in self.states.values():
             while one.waiting and not one.waiting[0][2].waits:
                 heappop(one.waiting)
-            entries.update((entry[1], entry) for entry in one.waiting)
+            waiting.update(one.waiting)
         waited_for: set[Device] = set()
-        for _, _, claim in sorted(entries.values()):
+        for _, _, claim in sorted(waiting):
             if len(waited_for) == len(self.states):
                 break
             if not (claim.waits and waited_for.isdisjoint(claim.devices)):

@@ -53,7 +53,6 @@ class Placement:
         # The only device, if there is one and the policy has no choice.
         alone = policy is start_soonest and len(self.devices) == 1
         self.only = self.devices if alone else None
-        self._named: dict[tuple[type, object], Device] = {}
         self._durations_s: dict[str, float] = {}
         self._turn = 0
         self._memory_read_at = float("-inf")
@@ -75,6 +74,7 @@ class Placement:
     def add(self, claim: Claim) -> bool:
         """Count a task on its devices, until :meth:`remove`; return whether it waits for others."""
         self._turn += 1
+        claim.counted = True
         claim.expected_s = claim.slots * self._durations_s.get(claim.prefix, _UNKNOWN_S)
         for device in claim.devices:
             state = self._states[device]
@@ -86,7 +86,13 @@ class Placement:
         return self._states[claim.devices[0]].tasks > self._tasks_per_device
 
     def remove(self, claim: Claim, seconds: float | None = None) -> None:
-        """Stop counting a task; learn how long tasks of its prefix run, if it ran."""
+        """Stop counting a task; learn how long tasks of its prefix run, if it ran.
+
+        A second call does nothing: the task seceded, and ended later.
+        """
+        if not claim.counted:
+            return
+        claim.counted = False
         for device in claim.devices:
             state = self._states[device]
             state.tasks -= 1
@@ -207,11 +213,6 @@ class Placement:
         )
 
     def _asked_for(self, wanted: object) -> Device:
-        name = wanted.__class__, wanted
-        if name[0] in (int, str):  # such a name always means the same device: look it up here
-            device = self._named.get(name)
-            if device is not None:
-                return device
         device = _device(wanted)
         if device not in self._states:
             raise DeviceNotFoundError(
@@ -221,8 +222,6 @@ class Placement:
                 f"The machine has {device.info}, which this worker does not use, and no worker "
                 "that uses it was found among the workers that the task may run on",
             )
-        if name[0] in (int, str):
-            self._named[name] = device
         return device
 
 

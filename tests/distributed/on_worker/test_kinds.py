@@ -154,7 +154,8 @@ async def test_cancelled_and_resumed_in_one_tick(
     assert worker.state.tasks["x"].state == "executing"
     await async_poll_for(lambda: seen, timeout=10)
     assert seen == [3] if device == 3 else seen[0] in range(4)
-    await async_poll_for(lambda: not worker.plugins["devctx"].extension.runs.now, timeout=10)
+    states = worker.plugins["devctx"].extension.admission.states.values()
+    await async_poll_for(lambda: not any(state.tasks for state in states), timeout=10)
 
 
 @with_plugin()
