@@ -82,14 +82,8 @@ class Look:
         capturing = by["cuStreamIsCapturing"], LEGACY_STREAM, answer
         return *capturing, by["cuStreamQuery"], LEGACY_STREAM, 0
 
-    def _failed(self, *calls: int) -> tuple[str, int] | None:
-        """Call functions until one fails; return its name and status.
-
-        Each is an address and two numbers.
-        """
-        failed = invoke_relaxed(self._addresses[_EXCHANGE], *calls)
-        if failed is None:
-            return None
+    def _named(self, failed: tuple[int, int]) -> tuple[str, int]:
+        """Return the name of the function that failed, by its address, and its status."""
         name = next(name for name, known in self._addresses.items() if known == failed[0])
         if name == _EXCHANGE:
             raise self._checked.error(name, failed[1])
@@ -113,15 +107,17 @@ class Look:
         if not by:
             with RelaxedCapture(self._calls):
                 self._calls.probe()
-        elif failed := self._failed(by["cuMemFree"], 0, 0):
-            raise self._checked.error(*failed)
+        elif failed := invoke_relaxed(by[_EXCHANGE], by["cuMemFree"], 0, 0):
+            raise self._checked.error(*self._named(failed))
 
     def reached(self, event: int) -> bool:
         """Return whether the work before an event is done; it need not have been recorded."""
         by = self._addresses
         if by:
-            failed = self._failed(by["cuEventQuery"], event, 0)
-            status = failed[1] if failed else 0
+            failed = invoke_relaxed(by[_EXCHANGE], by["cuEventQuery"], event, 0)
+            if failed is None:
+                return True
+            status = self._named(failed)[1]
         else:
             with RelaxedCapture(self._calls):
                 (status,) = self._calls.driver.cuEventQuery(event)
@@ -134,23 +130,28 @@ class Look:
 
         Then a few launches into streams that no library uses cannot wait.
         """
-        return bool(self._addresses) and self._failed(*self._idle) is None
+        by = self._addresses
+        return bool(by) and invoke_relaxed(by[_EXCHANGE], *self._idle) is None
 
     def record_if_idle(self, event: int) -> bool:
         """Record an event in the legacy stream if that is idle; return whether it did."""
         by = self._addresses
         if not by:
             return False
-        return self._failed(*self._idle, by["cuEventRecord"], event, LEGACY_STREAM) is None
+        record = by["cuEventRecord"], event, LEGACY_STREAM
+        return invoke_relaxed(by[_EXCHANGE], *self._idle, *record) is None
 
     def _record(self, event: int, context: int) -> bool:
         """Record all work of a context in an event, unless that would spoil a capture."""
         # A stream has room for about a thousand launches. While the legacy stream is full, the
         # record waits, and by its address it would keep the GIL.
-        if record := self._addresses.get("cuCtxRecordEvent"):
-            failed = self._failed(*self._idle, record, context, event)
-            if failed is None or failed[0] != "cuStreamQuery":
-                return failed is None
+        by = self._addresses
+        if by and (record := by["cuCtxRecordEvent"]):
+            failed = invoke_relaxed(by[_EXCHANGE], *self._idle, record, context, event)
+            if failed is None:
+                return True
+            if self._named(failed)[0] != "cuStreamQuery":
+                return False
         with RelaxedCapture(self._calls), suppress(DriverError):
             free = not self._calls.is_capturing(LEGACY_STREAM)
             return free and self._calls.event_record_context(event, context)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from threading import get_ident
@@ -36,19 +35,15 @@ _NO_RANGE: Final = nullcontext()
 class Refused(TaskStandIn):
     """A task that got no device: it raises the reason."""
 
-    __slots__ = ("error", "is_coro", "task")
+    is_coro = False
 
     def __init__(self, task: Any, error: Exception) -> None:
         self.task = task
         self.error = error
-        self.is_coro = False
 
     def __call__(self, data: Any = ()) -> Any:
         with begins_with_the_task:
             raise self.error
-
-    def __reduce__(self) -> Any:
-        return Refused, (self.task, self.error)
 
 
 class _Run(TaskStandIn):
@@ -76,12 +71,12 @@ class _Run(TaskStandIn):
 class DeviceRun(_Run, Claim, Guard):
     """A run of a task on its devices, which is its own claim on them; the first is current.
 
-    It can be pickled, unless it asks for more than a slot. In another process, it runs on the
-    device of the same UUID, unguarded, and its inputs stay as they are.
+    It can be pickled. In another process, it runs on the device of the same UUID, unguarded, and
+    its inputs stay as they are.
     """
 
     is_task = True
-    is_plain = True  # it takes one slot, and none on other threads than the device's
+    is_plain = True  # it takes one slot, and none as a coroutine or on threads of the user's
     # Whether it has to wait for its slot. If not, it has begun for dask, and runs although it may
     # have been cancelled a moment ago.
     queued = True
@@ -124,12 +119,9 @@ class DeviceRun(_Run, Claim, Guard):
         if self.is_coro:
             return self._await(data)
         try:
-            if not (self.is_plain or self.held or self.void):  # on threads of the user's
-                there = threading.Event()
-                self.granted = there.set
-                self.runs.admission.submit(self)
-                there.wait()
-            self._start()
+            if self.void or (self.queued and self.ts.state == "cancelled"):
+                raise Reschedule  # dask ignores this, unless the task was requested again just now
+            self.began_at, self.thread = perf_counter(), get_ident()
             if self.nbytes:
                 self._reserve()
             result = self.run(self._call, data)
@@ -137,9 +129,6 @@ class DeviceRun(_Run, Claim, Guard):
             self._name_place(error)
             error.__traceback__ = of_the_task(error)
             raise
-        finally:
-            if self.granted is not None:
-                self.runs.admission.release(self)
         if isinstance(result, suspending.SUSPENDED):
             return suspending.within(self.devices[0], result)
         return result
@@ -158,7 +147,9 @@ class DeviceRun(_Run, Claim, Guard):
                     self.granted = grant
                     admission.submit(self)
                     await there.wait()
-                self._start()
+                if self.void or (self.queued and self.ts.state == "cancelled"):
+                    raise Reschedule
+                self.began_at, self.thread = perf_counter(), get_ident()
                 if self.nbytes:
                     await asyncio.to_thread(self._reserve)
                 return await self.run_coroutine(self._on_device, data)
@@ -179,12 +170,6 @@ class DeviceRun(_Run, Claim, Guard):
             if nvtx is not None:
                 nvtx.end_range(range_id)
 
-    def _start(self) -> None:
-        """Let the task begin now, unless it was cancelled while it waited."""
-        if self.void or (self.queued and self.ts.state == "cancelled"):
-            raise Reschedule  # dask ignores this, unless the task was requested again just now
-        self.began_at, self.thread = perf_counter(), get_ident()
-
     def _reserve(self) -> None:
         """Spill values of others, until the bytes that it reserves are free on its devices."""
         store = self.runs.store
@@ -204,12 +189,6 @@ class DeviceRun(_Run, Claim, Guard):
                 error.add_note(f"This task calls {place}")
 
     def __reduce__(self) -> Any:
-        if not self.is_plain:
-            raise TypeError(
-                "a task with the annotation devices, device_share or device_memory runs in its "
-                "worker's process, and its executor is of other processes. Leave out the "
-                "annotation 'executor', or name one device with dask.annotate(device=1)"
-            )
         return functools.partial, (_run_elsewhere, self.task, self.devices[0])
 
 

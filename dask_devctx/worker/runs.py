@@ -27,7 +27,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals import tasks
 from dask_devctx.dask_internals.tasks import send_next_task_to
 from dask_devctx.dask_internals.worker import told_after
-from dask_devctx.errors import DeviceFailedError, DeviceNotFoundError
+from dask_devctx.errors import DevctxError, DeviceFailedError, DeviceNotFoundError
 from dask_devctx.scheduler.rows import DEVICE
 from dask_devctx.worker.placement.admission import Admission, share_units
 from dask_devctx.worker.run import DeviceRun, HostRun, Refused
@@ -103,13 +103,20 @@ class Runs:
     def _begin(self, ts: Any) -> DeviceRun | HostRun | Refused | None:
         """Return the run of a task; None to run it as without this package."""
         annotations = ts.annotations
+        theirs = bool(annotations) and "executor" in annotations  # the user's own threads
         try:
             isolated, not_again = _conditions(annotations) if annotations else (0, "")
             wanted = requested_device(annotations, self._unannotated, ts.run_spec)
             if wanted is HOST_ONLY:
                 if self.store is None:
                     return None
-                return HostRun(self, ts, theirs="executor" in (annotations or ()))
+                return HostRun(self, ts, theirs=theirs)
+            if theirs and not wanted.plain:
+                raise DevctxError(
+                    "a task with the annotation devices, device_share or device_memory runs on the "
+                    "threads of its devices: leave out the annotation 'executor', or name one "
+                    "device with dask.annotate(device=1)"
+                )
             run = self._on_devices(ts, wanted)
         except Exception as error:
             # Of the traceback, only the lines of a policy or of an annotation help the user.
@@ -118,7 +125,6 @@ class Runs:
             self._record.refused(ts, failure)
             return Refused(ts.run_spec, failure)
         run.isolated, run.not_again = isolated, not_again
-        theirs = bool(annotations) and "executor" in annotations  # the user's own threads
         if not (theirs or run.is_coro):
             send_next_task_to(self._pools[run.devices[0]], run)
         return run

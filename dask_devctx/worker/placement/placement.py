@@ -11,11 +11,7 @@ from dask_devctx.annotations import ANY_DEVICE, Request, not_an_annotation
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.on_device import refuse_twice
-from dask_devctx.errors import (
-    DevctxError,
-    DeviceNotFoundError,
-    nbytes_text,
-)
+from dask_devctx.errors import DevctxError, DeviceNotFoundError, nbytes_text
 from dask_devctx.worker.placement.admission import Admission, Claim
 from dask_devctx.worker.placement.policy import (
     RELUCTANCE_S,
@@ -192,41 +188,31 @@ class Placement:
             )
 
     def _named_group(self, names: Sequence[object]) -> tuple[Device, ...]:
-        if len(names) == 1:
-            return (self._asked_for(names[0]),)
-        group = tuple(map(_device, names))
+        group = []
+        for name in names:
+            try:
+                group.append(Device(name))
+            except TypeError:
+                raise not_an_annotation(name) from None
         refuse_twice(group)
-        if not self._states.keys() >= set(group):  # other workers may have the rest
+        if self._states.keys() >= set(group):
+            return tuple(group)
+        if len(group) > 1:  # other workers may have the rest
             raise self._not_enough(len(group), group)
-        return group
+        raise DeviceNotFoundError(
+            names[0],
+            [str(mine.info) for mine in self.devices],
+            discovery.inventory(driver.backend()).visible_devices,
+            f"The machine has {group[0].info}, which this worker does not use, and no worker "
+            "that uses it was found among the workers that the task may run on",
+        )
 
     def _not_enough(self, wanted: int, named: Sequence[Device] = ()) -> DevctxError:
         mine, asked = (", ".join(str(one.info) for one in some) for some in (self.devices, named))
-        on_machine = len(discovery.inventory(driver.backend()).devices)
-        remedy = "start one worker for all devices of a machine: LocalDeviceCluster(n_workers=1)"
-        if not named:
-            remedy = f'ask for fewer, or for all of a worker with devices="all", or {remedy}'
         return DevctxError(
             f"the task asks for {wanted} devices at once{f' ({asked})' if named else ''}, and no "
             f"worker that it may run on has them: this one has {len(self.devices)} ({mine}), and "
-            f"its machine {on_machine}. The devices of a task belong to one worker: {remedy}"
+            f"its machine {len(discovery.inventory(driver.backend()).devices)}. The devices of a "
+            'task belong to one worker: ask for fewer, or for all of a worker with devices="all", '
+            "or start one worker for all devices of a machine: LocalDeviceCluster(n_workers=1)"
         )
-
-    def _asked_for(self, wanted: object) -> Device:
-        device = _device(wanted)
-        if device not in self._states:
-            raise DeviceNotFoundError(
-                wanted,
-                [str(mine.info) for mine in self.devices],
-                discovery.inventory(driver.backend()).visible_devices,
-                f"The machine has {device.info}, which this worker does not use, and no worker "
-                "that uses it was found among the workers that the task may run on",
-            )
-        return device
-
-
-def _device(wanted: object) -> Device:
-    try:
-        return Device(wanted)
-    except TypeError:
-        raise not_an_annotation(wanted) from None

@@ -8,7 +8,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import dask
@@ -146,6 +145,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"device_memory": [1]}, TypeError, "bytes, at least 1, .* of type tuple"),
     ({"device": "none", "device_share": 0.5}, ValueError, "asks for no device"),
     ({"rerun": "no"}, TypeError, "'rerun' is True or False"),
+    ({"devices": 2, "executor": "default"}, DevctxError, "leave out the annotation 'executor'"),
     ({"devices": lambda key: 1 / 0}, ZeroDivisionError, "division"),
     ({"device_share": lambda key: "x"}, TypeError, "got 'x'"),
 ]
@@ -393,25 +393,16 @@ async def test_the_plugins_end_lets_those_that_wait_run(client: Any, worker: Any
         assert await first == await second == (0, 1, 2, 3)
 
 
-@pytest.mark.parametrize("theirs", [{}, {"executor": "theirs"}], ids=["ours", "theirs"])
 @on_cluster(16)
-async def test_a_worker_closes_while_claims_wait(
-    client: Any, worker: Any, theirs: dict[str, str]
-) -> None:
-    pool = worker.executors["theirs"] = ThreadPoolExecutor(2, thread_name_prefix="theirs")
+async def test_a_worker_closes_while_claims_wait(client: Any, worker: Any) -> None:
     await client.register_plugin(DevicePlugin())
-    with dask.annotate(devices="all", **theirs):
+    with dask.annotate(devices="all"):
         futures = [client.submit(hold, key="first"), client.submit(mine, key="second")]
     admission = worker.plugins["devctx"].extension.admission
     await async_poll_for(lambda: admission.waiting_for(Device(0)), timeout=10)
     asyncio.get_running_loop().call_later(0.2, go_on.set)
-    start = time.monotonic()
-    await asyncio.wait_for(worker.close(executor_wait=not theirs), 10)
+    await asyncio.wait_for(worker.close(), 10)
     assert futures[1].status != "error"
-    pool.shutdown(wait=False)
-    while any(thread.name.startswith("theirs") for thread in threading.enumerate()):
-        assert time.monotonic() - start < 20
-        await asyncio.sleep(0.01)
 
 
 def chosen(count: int, *busy_s: float, have: Sequence[int] = ()) -> list[int]:
