@@ -31,31 +31,27 @@ REASONS = {
     "test_Client_twice": "a second cluster on the same machine needs devices of its own",
 }
 # They ask for the type of a worker's data.
-DATA_TYPES = (
-    *("test_dict_data_if_no_spill_to_disk", "test_worker_data_callable_kwargs"),
-    *("test_worker_data_callable_local_directory", "test_override_data_vs_memory_monitor"),
-    *("test_worker_data_callable_local_directory_kwargs", "test_manual_evict_proto"),
-    *("test_override_data_worker", "test_override_data_nanny"),
-    *("test_avoid_memory_monitor_if_zero_limit_worker",),
-    *("test_avoid_memory_monitor_if_zero_limit_nanny",),
-)
+DATA_TYPES = """
+test_dict_data_if_no_spill_to_disk test_worker_data_callable_kwargs test_manual_evict_proto
+test_worker_data_callable_local_directory test_worker_data_callable_local_directory_kwargs
+test_override_data_worker test_override_data_nanny test_override_data_vs_memory_monitor
+test_avoid_memory_monitor_if_zero_limit_worker test_avoid_memory_monitor_if_zero_limit_nanny
+"""
 REASONS |= dict.fromkeys(
-    DATA_TYPES, "a mapping of this package holds values that may leave their devices"
+    DATA_TYPES.split(), "a mapping of this package holds values that may leave their devices"
 )
-MODULES = (
-    *(f"tests/test_{name}.py" for name in ("scheduler", "active_memory_manager", "reschedule")),
-    *(f"tests/test_{name}.py" for name in ("semaphore", "queues", "locks", "events", "variable")),
-    *(f"tests/test_{name}.py" for name in ("client", "client_executor", "worker_client", "worker")),
-    *(f"tests/test_{name}.py" for name in ("actor", "cancelled_state", "failed_workers", "nanny")),
-    *(f"tests/test_{name}.py" for name in ("spans", "event_logging", "threadpoolexecutor")),
-    *(f"tests/test_{name}.py" for name in ("steal", "resources", "priorities", "worker_memory")),
-    "tests/test_worker_metrics.py",
-    *(f"tests/test_{name}.py" for name in ("spill", "stress", "multi_locks", "as_completed")),
-    *("deploy/tests", "shuffle/tests", "diagnostics/tests/test_worker_plugin.py"),
-)
+NAMES = """
+scheduler active_memory_manager reschedule semaphore queues locks events variable client
+client_executor worker_client worker actor cancelled_state failed_workers nanny spans event_logging
+threadpoolexecutor steal resources priorities worker_memory worker_metrics spill stress multi_locks
+as_completed
+"""
+MODULES = [f"tests/test_{name}.py" for name in NAMES.split()]
+MODULES += ["deploy/tests", "shuffle/tests", "diagnostics/tests/test_worker_plugin.py"]
 PLUGIN = {
     "DASK_DISTRIBUTED__WORKER__PRELOAD": '["dask_devctx"]',
-    "DASK_DEVCTX__SIMULATED_DEVICES": "8",  # some tests start six workers
+    "DASK_DEVCTX__SIMULATED_DEVICES": "4",
+    "DASK_DEVCTX__SHARED": "true",  # some tests start twenty workers
     "DASK_DEVCTX__SIMULATED_HOST": "upstream",
 }
 
@@ -131,12 +127,10 @@ def main() -> int:
             for module in arguments.modules
             for test in differing(source.absolute(), module, arguments.again)
         }
-    unknown = 0
-    for test in sorted(found):
-        reason = REASONS.get(test.rpartition("::")[2].partition("[")[0])
-        unknown += reason is None
+    reasons = {test: REASONS.get(test.rpartition("::")[2].partition("[")[0]) for test in found}
+    for test, reason in sorted(reasons.items()):
         print(f"{test}: {reason or 'fails only with the plugin'}")
-    return 1 if unknown else 0
+    return int(None in reasons.values())
 
 
 if __name__ == "__main__":
