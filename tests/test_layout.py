@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from subprocess import PIPE, run
 
 import pytest
 
-from tests.python import python
+from dask_devctx.transfer import libraries
+from tests.gpu.kinds import KINDS
+from tests.python import ROOT, python
 
-ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "dask_devctx"
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
@@ -46,6 +46,16 @@ def test_ci_names_only_tests_that_exist() -> None:
     assert words
     named = run(["bash", "-c", f"echo {' '.join(words)}"], text=True, stdout=PIPE, check=True)
     assert not [path for path in named.stdout.split() if not (ROOT / path).exists()]
+
+
+def test_a_library_is_in_the_table_and_among_the_kinds_of_values() -> None:
+    modules = {path.stem for path in (PACKAGE / "transfer/libraries").glob("[!_]*.py")}
+    assert modules == {path.rpartition(".")[2] for path in libraries.MODULES.values()} - {
+        "simulated_array"
+    }
+    kinds = {name.partition(" ")[0] for name in KINDS}
+    without = {"cudf", "cupyx", "rmm"}  # a stand-in tests it; among CuPy's kinds; only bytes
+    assert modules - kinds == without, "tests/gpu/kinds.py has no value of a library"
 
 
 def imported(*names: str) -> set[str]:

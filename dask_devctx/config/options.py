@@ -1,7 +1,7 @@
 """The options of the plugin: a field for each, with its check, and the packages that they need.
 
 A new option is a field of :class:`Options`, a key in ``devctx.yaml`` and in ``devctx-schema.yaml``,
-and a row in ``docs/configuration.md``. Only an everyday one is also an argument of the plugin.
+and a row in ``docs/configuration.md``. All but everyday ones have ``argument=False``.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ def fair_memory(n_devices: int) -> int:
     return int(MEMORY_LIMIT * n_devices) // max(total, n_devices, 1)
 
 
-def _option(check: Check, *, configured: bool = True, default: object = None) -> Any:
-    """Return an optional field; if ``configured``, its default is the configuration's value."""
-    return field(default=default, metadata={"check": check, "configured": configured})
+def _option(check: Check, *, default: object = None, **marks: bool) -> Any:
+    """Return an optional field: ``configured`` by its key, and an ``argument`` of the plugin."""
+    marks = {"configured": True, "argument": True, **marks}
+    return field(default=default, metadata={"check": check, **marks})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,13 +89,12 @@ class Options:
     # None means that there is no limit, so the value for "not given" is another one.
     device_memory_limit: float | str | None = _option(memory_limit, default=no_default)
     allocator: Literal["cupy-async"] | Mapping[str, Any] | None = _option(allocator)
-    # Configuration only: no arguments of the plugin.
-    replica_limit: float = _option(fraction)
-    nvtx: bool = _option(flag)
-    ipc_staging: float = _option(share_of_memory)
-    enable_cudf_spill: bool = _option(flag)
-    cudf_spill_stats: int = _option(whole_number(0))
-    pre_import: Sequence[str] | str | None = _option(names_of())
+    replica_limit: float = _option(fraction, argument=False)
+    nvtx: bool = _option(flag, argument=False)
+    ipc_staging: float = _option(share_of_memory, argument=False)
+    enable_cudf_spill: bool = _option(flag, argument=False)
+    cudf_spill_stats: int = _option(whole_number(0), argument=False)
+    pre_import: Sequence[str] | str | None = _option(names_of(), argument=False)
 
     def __post_init__(self) -> None:
         for one in _GIVEN:
@@ -118,8 +118,8 @@ class Options:
 
 _GIVEN: Final = tuple(one for one in fields(Options) if one.init)
 # The arguments of the plugin.
-OPTION_NAMES: Final = tuple(one.name for one in _GIVEN[:13])
-SETTINGS: Final = tuple(one.name for one in _GIVEN[13:])
+OPTION_NAMES: Final = tuple(one.name for one in _GIVEN if one.metadata["argument"])
+SETTINGS: Final = tuple(one.name for one in _GIVEN if not one.metadata["argument"])
 # dask-cuda's arguments for RMM, which a cluster and the command line fold into `allocator`.
 RMM_NAMES: Final = tuple(f"rmm_{name}" for name in RMM)
 

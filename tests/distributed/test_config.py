@@ -11,31 +11,24 @@ from typing import Any
 
 import dask
 import pytest
-import yaml
 
 from dask_devctx import DevicePlugin, LocalDeviceCluster, config
 from dask_devctx.config.options import OPTION_NAMES
-from tests.python import python
+from tests.python import ROOT, python
 
 jsonschema = pytest.importorskip("jsonschema")
 
-ROOT = Path(__file__).parents[2]
 KEYS = sorted(config.defaults["devctx"])
 
 
-def schema() -> dict[str, Any]:
-    text = resources.files("dask_devctx.config").joinpath("devctx-schema.yaml").read_text("utf-8")
-    found: dict[str, Any] = yaml.safe_load(text)
-    return found
-
-
 def test_the_defaults_fit_the_schema() -> None:
-    jsonschema.Draft7Validator.check_schema(schema())
-    jsonschema.validate(config.defaults, schema())
+    schema = {"additionalProperties": False, "properties": config.schema()}
+    jsonschema.Draft7Validator.check_schema(schema)
+    jsonschema.validate(config.defaults["devctx"], schema)
 
 
 def test_every_key_has_a_default_and_a_description() -> None:
-    described = schema()["properties"]["devctx"]["properties"]
+    described = config.schema()
     assert described.keys() == {*KEYS}, (
         "devctx.yaml and devctx-schema.yaml have not the same keys: "
         f"{sorted(described.keys() ^ {*KEYS})}"

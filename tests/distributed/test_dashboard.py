@@ -13,6 +13,7 @@ from tornado.httpclient import AsyncHTTPClient, HTTPResponse
 
 from dask_devctx import DevicePlugin
 from tests.distributed.devices import here, on_cluster
+from tests.python import ROOT
 
 pytest.importorskip("bokeh")
 
@@ -64,10 +65,13 @@ async def test_other_programs_find_each_plot(client: Any, scheduler: Any) -> Non
     await client.register_plugin(DevicePlugin())
     plots = json.loads((await page(scheduler, "individual-plots.json")).body)
     assert plots.items() >= theirs.items()
-    assert {name: path for name, path in plots.items() if "Device" in name} == {
-        f"Individual Device {name.title()}": f"/individual-device-{name}"
-        for name in ("glance", "timeline", "memory", "utilization", "transfers", "failures")
-    }
+    paths = {path for name, path in plots.items() if "Device" in name}
+    names = [path.removeprefix("/individual-device-") for path in paths]
+    assert {"glance", "timeline", "memory", "utilization", "transfers", "failures"} <= {*names}
+    whole = (await page(scheduler, "devices")).body.decode()
+    assert [name for name in names if f"#devices-{name} {{ grid-area: {name};" not in whole] == []
+    guide = (ROOT / "docs" / "monitoring.md").read_text()
+    assert [path for path in paths if f"`{path}`" not in guide] == []
 
 
 @on_cluster(2, scheduler_kwargs={**SHOWN, "http_prefix": "/proxied"})

@@ -19,7 +19,7 @@ from dask_devctx.worker.failures.calls import Call
 
 if TYPE_CHECKING:
     from dask_devctx.worker.metrics.history import History
-    from dask_devctx.worker.peers import PeerTransfers
+    from dask_devctx.worker.peers.transfers import PeerTransfers
     from dask_devctx.worker.values.store import Store
 
 logger = logging.getLogger(__name__)
