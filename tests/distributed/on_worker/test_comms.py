@@ -183,6 +183,7 @@ class Module:
     def buffers(self): return ()
 class Linear(Module): pass
 nn = SimpleNamespace(Module=Module, Parameter=Parameter)
+optim = SimpleNamespace(Optimizer=type("Optimizer", (), {}))
 """
 
 CHECK = """
