@@ -96,13 +96,14 @@ class Account:
         runs last. Small values come after all others. Values that share memory follow each other,
         and stay if one of them stays.
         """
-        here = {memory: [*_living(entries)] for memory, entries in self.blocks.items()}
-        stays = {memory for memory, values in here.items() if not all(map(may_leave, values))}
+        blocks = self.blocks.items()
+        shared = {memory: [*_living(entries)] for memory, entries in blocks if len(entries) > 1}
+        stays = {memory for memory, values in shared.items() if not all(map(may_leave, values))}
         small = self.limit * _SMALL
         idle: list[tuple[Any, int, Value]] = []
         needed, last = idle[:], idle[:]
-        for value in dict.fromkeys(chain.from_iterable(here.values())):
-            if stays.isdisjoint(memories_of(value)):
+        for value in self.values():
+            if may_leave(value) and stays.isdisjoint(memories_of(value)):
                 use = next_use(value.key)
                 rest = last if sum(m.nbytes for m in memories_of(value)) < small else idle
                 (rest if use is None else needed).append((use, value.touched, value))
@@ -112,8 +113,9 @@ class Account:
         found: dict[Value, None] = {}
         for *_, value in (*idle, *needed, *last):
             if value not in found:
-                for memory in memories_of(value):
-                    found.update(dict.fromkeys(here[memory]))
+                found[value] = None
+                for memory in shared.keys() & memories_of(value):
+                    found.update(dict.fromkeys(shared[memory]))
         return [*found]
 
 
@@ -140,8 +142,8 @@ class Accounts(dict[Device, Account]):
         self.ended: deque[Entry] = deque()  # values whose bytes are still counted
 
     def __missing__(self, device: Device) -> Account:
-        """Return the account of a device that another plugin uses, where a task ends late."""
-        return self.setdefault(device, Account(device, None, self._lock))
+        """Return an account for a task of another plugin's device; nothing there is counted."""
+        return Account(device, None, self._lock)
 
     def count(self, value: Value, under: frozenset[Memory] = frozenset()) -> None:
         """Count a value where it is now: in host memory, or on devices in these allocations."""

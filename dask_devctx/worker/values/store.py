@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import sys
 from collections.abc import (
     Callable,
@@ -31,8 +30,6 @@ from dask_devctx.worker.values.accounting import limit_nbytes, numbers
 from dask_devctx.worker.values.copies import Copies
 from dask_devctx.worker.values.spill import Spill
 from dask_devctx.worker.values.value import AWAY, Value
-
-logger = logging.getLogger(__name__)
 
 # Who reads in this context: one that sends values to a process that takes a `Value` as it is in
 # host memory ("values"), or only the value itself ("whole"); empty for all others.
@@ -249,11 +246,7 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
         key = value.key
         is_mine, in_raw = _dict.get(self, key) is value, self._in_memory.get(key) is value
         if value.is_away and (is_mine or in_raw):
-            try:
-                self.raw[key] = value  # dask counts it, and may write it to disk
-            except Exception:  # and fails; the value stays here, uncounted
-                logger.warning("%r cannot go to disk", key, exc_info=True)
-                return
+            self.raw[key] = value  # dask counts it, and may write it to disk
             _dict.__setitem__(self, key, _IN_RAW)
         elif in_raw:
             del self.raw[key]
