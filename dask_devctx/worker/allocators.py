@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -38,31 +38,27 @@ def allocating(worker: Worker, devices: Sequence[Device], options: Options) -> I
     with ExitStack() as steps:
         if rmm_options(options):
             for device in devices:
-                steps.enter_context(_rmm_resource(device, options, worker.name))
+                _use_rmm(steps, device, options, worker.name)
             steps.enter_context(metric(worker, "rmm", partial(_rmm_metric, devices)))
         for library in options.rmm_allocator_external_lib_list or ():
-            steps.enter_context(_through_rmm(library))
+            _use_rmm_in(steps, library)
         if options.allocator == "cupy-async":
-            steps.enter_context(_cupy_async(devices))
+            _use_cupy_async(steps, devices)
         if options.enable_cudf_spill:
-            steps.enter_context(_cudf_spilling(devices[0], options.cudf_spill_stats))
+            _use_cudf_spilling(steps, devices[0], options.cudf_spill_stats)
         yield
 
 
 # -- RMM
 
 
-@contextmanager
-def _rmm_resource(device: Device, options: Options, worker_name: object) -> Iterator[None]:
-    """While it is open, RMM allocates on a device from another resource."""
-    mr = import_module("rmm.mr")
+def _use_rmm(steps: ExitStack, device: Device, options: Options, worker_name: object) -> None:
+    """Let RMM allocate on a device from another resource."""
+    mr, number = import_module("rmm.mr"), device.device_id
     with device:  # a resource belongs to the device that is current
-        before = mr.get_per_device_resource(device.device_id)
-        mr.set_per_device_resource(device.device_id, _resource(mr, device, options, worker_name))
-    try:
-        yield
-    finally:
-        mr.set_per_device_resource(device.device_id, before)
+        before = mr.get_per_device_resource(number)
+        mr.set_per_device_resource(number, _resource(mr, device, options, worker_name))
+    steps.callback(mr.set_per_device_resource, number, before)
 
 
 def _resource(mr: Any, device: Device, options: Options, worker_name: object) -> Any:
@@ -106,65 +102,53 @@ def _aligned(device: Device, size: float | str | None) -> int | None:
 # -- libraries
 
 
-def _through_rmm(library: str) -> AbstractContextManager[None]:
-    """While it is open, a library allocates through RMM; torch and Numba go on for good."""
+def _use_rmm_in(steps: ExitStack, library: str) -> None:
+    """Let a library allocate through RMM; torch and Numba go on for good."""
     allocators = import_module(f"rmm.allocators.{library}")
     if library == "cupy":
-        return _cupy_allocator(allocators.rmm_cupy_allocator)
-    if library not in _lasting:
+        _use_in_cupy(steps, allocators.rmm_cupy_allocator)
+    elif library not in _lasting:
         if library == "torch":
             memory = import_module("torch").cuda.memory
             memory.change_current_allocator(allocators.rmm_torch_allocator)
         else:
             import_module("numba.cuda").set_memory_manager(allocators.RMMNumbaManager)
         _lasting.add(library)
-    return nullcontext()
 
 
-@contextmanager
-def _cupy_allocator(allocator: Callable[[int], Any]) -> Iterator[None]:
-    """While it is open, CuPy uses an allocator; one that other code sets meanwhile stays."""
+def _use_in_cupy(steps: ExitStack, allocator: Callable[[int], Any]) -> None:
+    """Let CuPy use an allocator; in the end, one that other code has set meanwhile stays."""
     cuda = import_module("cupy").cuda
     before = cuda.get_allocator()
     cuda.set_allocator(allocator)
-    try:
-        yield
-    finally:
+
+    @steps.callback
+    def restore() -> None:
         if cuda.get_allocator() == allocator:
             cuda.set_allocator(before)
 
 
-@contextmanager
-def _cupy_async(devices: Sequence[Device]) -> Iterator[None]:
-    """While it is open, CuPy allocates from each device's own asynchronous pool."""
+def _use_cupy_async(steps: ExitStack, devices: Sequence[Device]) -> None:
+    """Let CuPy allocate from each device's own asynchronous pool."""
     # By default, the driver releases all unused memory at each synchronization. The pools of the
     # worker's devices keep it, as CuPy's own pool does: cudaMemPoolAttrReleaseThreshold.
     # `cupy.cuda.MemoryAsyncPool` is not used: it creates a context on each visible device.
     cuda = import_module("cupy").cuda
     runtime = cuda.runtime
     threshold = runtime.cudaMemPoolAttrReleaseThreshold
-    with ExitStack() as steps:
-        for device in devices:
-            pool = runtime.deviceGetDefaultMemPool(device.device_id)
-            before = runtime.memPoolGetAttribute(pool, threshold)
-            runtime.memPoolSetAttribute(pool, threshold, _NO_LIMIT_NBYTES)
-            steps.callback(runtime.memPoolTrimTo, pool, 0)
-            steps.callback(runtime.memPoolSetAttribute, pool, threshold, before)
-        steps.enter_context(_cupy_allocator(cuda.malloc_async))
-        yield
+    for device in devices:
+        pool = runtime.deviceGetDefaultMemPool(device.device_id)
+        before = runtime.memPoolGetAttribute(pool, threshold)
+        runtime.memPoolSetAttribute(pool, threshold, _NO_LIMIT_NBYTES)
+        steps.callback(runtime.memPoolTrimTo, pool, 0)
+        steps.callback(runtime.memPoolSetAttribute, pool, threshold, before)
+    _use_in_cupy(steps, cuda.malloc_async)
 
 
-@contextmanager
-def _cudf_spilling(device: Device, statistics: int) -> Iterator[None]:
-    """While it is open, cuDF spills; its resource is a part of the present one of its device."""
+def _use_cudf_spilling(steps: ExitStack, device: Device, statistics: int) -> None:
+    """Let cuDF spill; its resource is a part of the present one of its device."""
     cudf = import_module("cudf")
-    wanted = {"spill": True, "spill_stats": statistics}
-    before = {name: cudf.get_option(name) for name in wanted}
     with device:
-        for name, value in wanted.items():
-            cudf.set_option(name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
+        for name, value in {"spill": True, "spill_stats": statistics}.items():
+            steps.callback(cudf.set_option, name, cudf.get_option(name))
             cudf.set_option(name, value)

@@ -103,7 +103,9 @@ class Use:
                 self._before = note_devices(self._run.known)
             if self._devices and self._store.moves_inputs:
                 if may_hold_arrays(self.task):
-                    self._bring_its_own()
+                    found = nbytes_by_device.found_in(self.task)
+                    if found.keys() - {*self._devices}:  # not changed: it may run elsewhere again
+                        self.task = Move(self._devices[0], guard_source=False).run(self.task)
                 if self.data:
                     self._bring(self._store)
             else:
@@ -114,12 +116,6 @@ class Use:
             self.__exit__(type(error), error, None)
             raise
         return self
-
-    def _bring_its_own(self) -> None:
-        """Bring the arrays that the task itself holds to the first device."""
-        if nbytes_by_device.found_in(self.task).keys() - {*self._devices}:
-            # The task is not changed: it may run again, on another device.
-            self.task = Move(self._devices[0], guard_source=False).run(self.task)
 
     def _bring(self, store: Store) -> None:
         """Bring the inputs to the first device; those on several devices of the call stay there."""
