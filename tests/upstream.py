@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -28,9 +29,9 @@ REASONS = {
     "test_worker_client_rejoins": "a task rejoins the threads of its device",
     "test_new_metrics_during_heartbeat": "the connection to the scheduler is open already: dask's "
     "own second heartbeat yields as often",
+    "test_remove_with_client": "a worker has a further plugin",
     "test_Client_twice": "a second cluster on the same machine needs devices of its own",
 }
-# They ask for the type of a worker's data.
 DATA_TYPES = """
 test_dict_data_if_no_spill_to_disk test_worker_data_callable_kwargs test_manual_evict_proto
 test_worker_data_callable_local_directory test_worker_data_callable_local_directory_kwargs
@@ -116,10 +117,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as place:
         source = arguments.source
         if source is None:
-            import distributed
-
-            source = Path(place, "distributed")
-            tag = distributed.__version__
+            source, tag = Path(place, "distributed"), version("distributed")
             clone = ["git", "clone", "--depth", "1", "--branch", tag, REPOSITORY, str(source)]
             subprocess.run(clone, check=True)
         found = {

@@ -155,14 +155,13 @@ async def _stay(**kwargs: Any) -> None:
 
 
 async def no_more_heartbeats(worker: Worker) -> None:
-    """Stop the heartbeats of a worker that closes, and wait a moment for the one under way.
-
-    It would find the worker's connections closed. dask logs this as an error.
-    """
+    """Stop a closing worker's heartbeats, and wait for the one under way: it would log an error."""
     heartbeat = worker.periodic_callbacks["heartbeat"]
     heartbeat.stop()
+    file = inspect.getfile(type(heartbeat))  # of no other frame: `f_locals` keeps values alive
     frames = {task: getattr(task.get_coro(), "cr_frame", None) for task in asyncio.all_tasks()}
-    under_way = [one for one, f in frames.items() if f and f.f_locals.get("self") is heartbeat]
+    beats = {task: f for task, f in frames.items() if f and f.f_code.co_filename == file}
+    under_way = [task for task, f in beats.items() if f.f_locals.get("self") is heartbeat]
     if under_way:
         await asyncio.wait(under_way, timeout=1.0)  # one that closes the worker waits for this
 

@@ -35,14 +35,10 @@ def test_every_key_has_a_default_and_a_description() -> None:
     )
     texts = {key: " ".join(one.get("description", "").split()) for key, one in described.items()}
     assert [key for key, text in texts.items() if not text] == []
-    assert comments() == texts, "a key's comment in devctx.yaml is its text in devctx-schema.yaml"
-
-
-def comments() -> dict[str, str]:
-    """Return the comment above each key of devctx.yaml."""
     text = resources.files("dask_devctx.config").joinpath("devctx.yaml").read_text("utf-8")
     found = re.findall(r"((?:^  #.*\n)+)  ([a-z-]+):", text, re.M)
-    return {key: " ".join(comment.replace("#", " ").split()) for comment, key in found}
+    comments = {key: " ".join(comment.replace("#", " ").split()) for comment, key in found}
+    assert comments == texts, "a key's comment in devctx.yaml is its text in devctx-schema.yaml"
 
 
 @pytest.mark.parametrize("cls", [DevicePlugin, LocalDeviceCluster])

@@ -151,12 +151,20 @@ async def test_restarts(client: Any, scheduler: Any) -> None:
 
 
 @on_cluster(8)
-async def test_a_worker_that_closes_waits_for_its_devices_threads(client: Any, worker: Any) -> None:
+async def test_a_worker_that_closes_ends_its_devices_threads_and_keeps_no_locals_of_coroutines(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    async def closing() -> None:
+        futures = client.map(here, range(8))
+        await client.gather(futures)
+        assert len(device_threads()) == 4
+        await worker.close()
+        assert device_threads() == []
+        del futures
+        await async_poll_for(lambda: not scheduler.tasks, timeout=5)
+
     await client.register_plugin(DevicePlugin())
-    await client.gather(client.map(here, range(8)))
-    assert len(device_threads()) == 4
-    await worker.close()
-    assert device_threads() == []
+    await asyncio.create_task(closing())
 
 
 @on_cluster(2, 2)
