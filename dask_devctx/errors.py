@@ -282,7 +282,8 @@ class DevicesInUseError(DevctxError):
         wants = f"{who} wants {counted(self.wanted, 'device') if self.wanted else 'devices'}"
         if self.wanted > total:
             return f"{wants} for itself and there {_are(total)} {total}. Lower devices_per_worker"
-        others = "No device is free. Let each worker take fewer (devices_per_worker=1), close"
+        fewer = "Let each worker take fewer (devices_per_worker=1), close"
+        others = f"No device is free. {'Close' if self.wanted == 1 else fewer}"
         if free:
             ids = ", ".join(name.rpartition(":")[2] for name in free)
             others = (

@@ -103,11 +103,12 @@ def _run(**given: Any) -> None:
         with said():
             if is_ucx(given["protocol"]):
                 require_ucx(given["protocol"])
-            settings = {f"devctx.{key_of(name)}": value for name, value in _read(own).items()}
+            read = _read(own)
+            settings = {f"devctx.{key_of(name)}": value for name, value in read.items()}
             if method:
                 settings["distributed.worker.multiprocessing-method"] = method
             with dask.config.set(settings):
-                options = Options()
+                options = Options(**read)
                 require_packages(options)
                 layout = lay_out(options, n_workers, processes=given["nanny"])
         if layout.held:
@@ -120,7 +121,7 @@ def _run(**given: Any) -> None:
             given["memory_limit"] = layout.memory_limit
         given["preload"] = ("dask_devctx", *given["preload"])
         assert dask_worker.callback is not None
-        with dask.config.set(settings), _when_taken(layout, started):
+        with dask.config.set(settings), said(), _when_taken(layout, started):
             dask_worker.callback(**given, n_workers=str(layout.n_workers))
 
 

@@ -166,6 +166,8 @@ def list_of_devices(name: str, value: Any) -> tuple[object, ...]:
     devices = tuple(value)
     if not devices:
         raise ValueError(f"{name} is empty. Leave it out for all devices that the worker sees")
+    if len(set(map(str, devices))) < len(devices):
+        raise ValueError(f"{name} names each device once, got {value!r}")
     return devices
 
 

@@ -177,7 +177,7 @@ class Runs:
         start, stop = (event.start, event.stop) if ended else (None, None)
         text = event.exception_text if state == "error" else ""
         if run.__class__ is not DeviceRun:
-            if ended:
+            if ended and run.__class__ is not Refused:
                 self._record.ended(ts, (), state, start, stop, text=text)
             return event
         devices, key, store = run.devices, ts.key, self.store

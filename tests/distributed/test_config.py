@@ -144,6 +144,8 @@ def test_devices_that_are_no_list_are_refused_with_what_to_write(devices: Any) -
             make(devices=devices)
     with dask.config.set({"devctx.devices": devices}), pytest.raises(TypeError, match="a list"):
         DevicePlugin()
+    with pytest.raises(ValueError, match=r"devices names each device once, got \[0, 1, 0\]"):
+        DevicePlugin(devices=[0, 1, 0])
 
 
 @pytest.mark.parametrize("key", ["tasks-per-devices", "tasks_per_devices"])

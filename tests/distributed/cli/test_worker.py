@@ -144,7 +144,8 @@ def test_options_of_dask_worker_are_passed_on(started: list[dict[str, Any]]) -> 
         ("nonsense", 2, "must be like tcp://scheduler:8786, got 'nonsense': missing port"),
         ("foo://bar:1", 2, "got 'foo://bar:1': unknown address scheme 'foo'"),
         (f"{ADDRESS} --task-per-device 2", 2, "No such option.*--tasks-per-device"),
-        (f"{ADDRESS} --tasks-per-device 0", 2, "tasks_per_device must be a whole number"),
+        (f"{ADDRESS} --tasks-per-device 0", 2, "tasks_per_device .* 1 or more, got 0$"),
+        (f"{ADDRESS} --n-workers 5", 2, "5 workers with 1 device each would need 5, and the"),
         (f"{ADDRESS} --devices 9", 1, "no device 9"),
         (f"{ADDRESS} --rmm-async", 1, "rmm_async needs the package rmm"),
         (f"{ADDRESS} --protocol ucx", 1, "needs the package distributed_ucxx"),
@@ -212,6 +213,13 @@ def test_of_two_that_start_at_once_one_gets_the_devices(scheduler: LocalCluster)
         loser = one if one.process.poll() else other
         assert loser.said.startswith("Error: this cluster wants 1 device for itself, and cuda:0 ")
         assert sorted(used for _, used, _ in client.run(_devices).values()) == [[0], [1], [2], [3]]
+
+
+def test_a_wrong_option_of_dask_ends_with_a_line() -> None:
+    with dask_command("devctx", "worker", ADDRESS, "--memory-limit", "much") as workers:
+        assert workers.ends() == 2
+        assert workers.says("Error: Could not interpret 'much'", 5)
+        assert "Traceback" not in workers.said
 
 
 def test_beside_another_cluster_it_starts_workers_for_the_free_devices(

@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -166,6 +167,10 @@ def test_the_rate_of_copies_within_a_worker(client: Client, tmp_path: Path) -> N
     (line,) = [line for line in str(found).splitlines() if line.startswith("moved by peer")]
     assert line == f"moved by peer: 16.0 MiB in 1 value, {row.rate / 1e9:.3g} GB/s"
     timeline(client, tmp_path / "all.json")
+    with pytest.raises(
+        TypeError, match=r"since must be seconds .* A datetime has them as .timesta"
+    ):
+        timeline(client, tmp_path / "all.json", since=datetime.now())  # type: ignore[arg-type]
     events = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
     copies = [event for event in events if event["name"] == "copy by peer"]
     assert len(copies) == 2
@@ -224,6 +229,7 @@ def test_refused_tasks_are_counted(client: Client, cluster: LocalDeviceCluster) 
     with dask.annotate(device=1.5):
         assert isinstance(client.submit(fail, key="fail-1").exception(), TypeError)
     found = report(client)
+    assert (found.hosted, found.without_device) == (0, [])
     assert {task.key for task in found.refused} == {"nap-0", "nap-1", "nap-2", "fail-1"}
     assert all(task.worker in cluster.scheduler.workers for task in found.refused)
     assert (
