@@ -8,15 +8,14 @@ creates no context either. Only the UUID joins NVML's indices and CUDA's ordinal
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
 
 from dask_devctx.cuda.naming import DeviceInfo, Inventory
 from dask_devctx.driver.backends import Backend, ProcessLock, environment
 from dask_devctx.driver.visible import UUID_KINDS, PhysicalDevice, visible_devices
 from dask_devctx.errors import DriverUnavailableError, VisibleDevicesError
-
-T = TypeVar("T")
 
 _WORD_BITS = 64
 _lock = ProcessLock()
@@ -231,11 +230,19 @@ def is_lost(backend: Backend, info: DeviceInfo) -> bool:
 
 
 def _ask(backend: Backend, info: DeviceInfo, function: str, *arguments: int) -> Any:
-    nvml = backend.nvml
+    try:
+        handle = _handle(backend.nvml, info)
+    except (_error(), LookupError):
+        return None
+    return _answer(backend.nvml, handle, function, *arguments)
+
+
+def _answer(nvml: Any, handle: Any, function: str, *arguments: int) -> Any:
+    """Return NVML's answer, or None: on WSL, Jetson and in some containers NVML answers less."""
     question = getattr(nvml, function, None)  # a simulated GPU has no clock and no power
     try:
-        return None if question is None else question(_handle(nvml, info), *arguments)
-    except (_error(), LookupError):
+        return None if question is None else question(handle, *arguments)
+    except _error():
         return None
 
 
@@ -260,45 +267,45 @@ def _handle(nvml: Any, info: DeviceInfo) -> Any:
 
 
 def _gpu(nvml: Any, index: int, handle: Any) -> NvmlGPU:
+    ask = partial(_answer, nvml, handle)
+    pci, words = ask("nvmlDeviceGetPciInfo"), -(-(os.cpu_count() or 1) // _WORD_BITS)
     info = DeviceInfo(
         device_id=-1,
         uuid=nvml.nvmlDeviceGetUUID(handle),
-        name=_or_none(nvml.nvmlDeviceGetName, handle),
-        pci_bus_id=_or_none(lambda h: _cuda_bus_id(nvml.nvmlDeviceGetPciInfo(h).busId), handle),
-        compute_capability=_or_none(nvml.nvmlDeviceGetCudaComputeCapability, handle),
-        total_memory=_or_none(lambda h: int(nvml.nvmlDeviceGetMemoryInfo(h).total), handle),
+        name=ask("nvmlDeviceGetName"),
+        pci_bus_id=None if pci is None else _cuda_bus_id(pci.busId),
+        compute_capability=ask("nvmlDeviceGetCudaComputeCapability"),
+        total_memory=_total_memory(nvml, handle),
         nvml_index=index,
-        numa_node=_or_none(lambda h: _numa_node(nvml, h), handle),
-        cpu_affinity=_or_none(lambda h: _cpu_affinity(nvml, h), handle),
+        # Not nvmlDeviceGetNumaNodeId: it only answers if the GPU's memory is itself a node.
+        numa_node=next(_bits(ask("nvmlDeviceGetMemoryAffinity", 1, 0)), None),
+        cpu_affinity=frozenset(_bits(ask("nvmlDeviceGetCpuAffinity", words))) or None,
     )
-    mode = _or_none(nvml.nvmlDeviceGetMigMode, handle)
+    mode = ask("nvmlDeviceGetMigMode")
     if not mode or not mode[0]:
         return info, None
     instances = tuple(
         info._replace(
             uuid=nvml.nvmlDeviceGetUUID(instance),
-            name=_or_none(nvml.nvmlDeviceGetName, instance) or info.name,
-            total_memory=_or_none(lambda h: int(nvml.nvmlDeviceGetMemoryInfo(h).total), instance),
+            name=_answer(nvml, instance, "nvmlDeviceGetName") or info.name,
+            total_memory=_total_memory(nvml, instance),
         )
         for instance in _instances(nvml, handle)
     )
     return info, instances
 
 
+def _total_memory(nvml: Any, handle: Any) -> int | None:
+    memory = _answer(nvml, handle, "nvmlDeviceGetMemoryInfo")
+    return None if memory is None else int(memory.total)
+
+
 def _instances(nvml: Any, handle: Any) -> Iterator[Any]:
-    for number in range(_or_none(nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+    for number in range(_answer(nvml, handle, "nvmlDeviceGetMaxMigDeviceCount") or 0):
         try:
             yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
         except _error():
             continue  # a number without an instance answers NOT_FOUND
-
-
-def _or_none(question: Callable[[Any], T], handle: Any) -> T | None:
-    """Return NVML's answer, or None: on WSL, Jetson and in some containers NVML answers less."""
-    try:
-        return question(handle)
-    except _error():
-        return None
 
 
 def _cuda_bus_id(value: str) -> str:
@@ -307,19 +314,8 @@ def _cuda_bus_id(value: str) -> str:
     return f"{int(domain, 16):04x}:{rest}"
 
 
-def _cpu_affinity(nvml: Any, handle: Any) -> frozenset[int] | None:
-    words = -(-(os.cpu_count() or 1) // _WORD_BITS)
-    return frozenset(_bits(nvml.nvmlDeviceGetCpuAffinity(handle, words))) or None
-
-
-def _numa_node(nvml: Any, handle: Any) -> int | None:
-    """Return the first node of the memory affinity."""
-    # Not nvmlDeviceGetNumaNodeId: it only answers if the GPU's memory is itself a node.
-    return next(_bits(nvml.nvmlDeviceGetMemoryAffinity(handle, 1, 0)), None)
-
-
 def _bits(words: Any) -> Iterator[int]:
-    for place, word in enumerate(words):
+    for place, word in enumerate(words or ()):
         for bit in range(_WORD_BITS):
             if int(word) >> bit & 1:
                 yield place * _WORD_BITS + bit
