@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 import runpy
 import subprocess
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.traces import assert_equal, checked, slices
+from tests.distributed.traces import checked, slices
 from tests.python import ROOT, python
 
 EXAMPLES = ROOT / "examples"
@@ -28,22 +27,6 @@ SMALL = {
     "segment_images": "--images coins cell",
     "several_devices": "--rows 800 --columns-beside 40",
 }
-# Runs the demo, and keeps the report that its picture shows.
-DEMO = """
-import pickle, sys
-saved = sys.argv.pop(1)
-sys.path.insert(0, "examples")
-import segment_images
-draw = segment_images.lanes
-def lanes(report, *others):
-    with open(saved, "wb") as file:
-        pickle.dump(report, file)
-    draw(report, *others)
-segment_images.lanes = lanes
-sys.exit(segment_images.main())
-"""
-
-
 VARIABLES = {
     "DASK_DEVCTX__SIMULATED_DEVICES": "2",
     "DASK_DISTRIBUTED__WORKER__MULTIPROCESSING_METHOD": "forkserver",  # workers that start fast
@@ -78,10 +61,8 @@ def test_the_archive_of_the_site_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_an_example(tmp_path: Path, name: str) -> None:
-    path, saved = EXAMPLES / f"{name}.py", tmp_path / "report"
     out = tmp_path / "new"  # which the example makes
-    program = ["-c", DEMO, str(saved)] if name == "segment_images" else [str(path)]
-    done = run(*program, "--out", str(out), *SMALL[name].split())
+    done = run(str(EXAMPLES / f"{name}.py"), "--out", str(out), *SMALL[name].split())
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].endswith(" right")
     pictures = list(out.glob("*.png"))
@@ -98,7 +79,6 @@ def test_an_example(tmp_path: Path, name: str) -> None:
         names = {event["name"] for event in slices(content, "task")}
         assert {"load", "denoise", "threshold", "label", "measure", "compare"} <= names
         assert slices(content, "copy"), "no copy between devices"
-        assert_equal(content, pickle.loads(saved.read_bytes()))
 
 
 def test_an_example_says_what_is_missing() -> None:
