@@ -8,7 +8,6 @@ where the user has set none.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -83,17 +82,5 @@ class Optimizer(str):
         return cloudpickle.loads, (_by_value(self.function),)
 
 
-_lock = threading.Lock()
-
-
-@functools.cache
-def _by_value(function: Callable[..., Any]) -> bytes:
-    # dask pickles the configuration for each process that it starts, and each nanny does so on its
-    # own thread.
-    with _lock:
-        cloudpickle.register_pickle_by_value(optimize)
-        try:
-            pickled: bytes = cloudpickle.dumps(function)
-        finally:
-            cloudpickle.unregister_pickle_by_value(optimize)
-    return pickled
+# dask pickles the configuration for each process that it starts.
+_by_value = functools.cache(cloudpickle.dumps)

@@ -80,3 +80,8 @@ def _answer(name: str, value: Any, key: Hashable) -> Any:
     """Return a key's own annotation, with "none" for None, which the scheduler drops."""
     own = value(key) if callable(value) else value
     return "none" if own is None and name in MAY_BE_NONE else own
+
+
+_SENT = optimize_array, optimize_bag, optimize_delayed, _answer, _flat, _is_annotated, _kept
+for _function in _SENT:
+    _function.__module__ = "__main__"  # so that it is sent by value
