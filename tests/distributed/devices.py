@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,7 +32,8 @@ class Lease(ExitStack):
 def acquire(found: Sequence[Device], count: int, *, holder: str) -> Lease:
     """Take the first ``count`` free devices as another worker does."""
     lease = Lease()
-    for lock in take(found, count, holder)[0].values():
+    taken = filter(None, (take(device, holder) for device in found))
+    for lock in itertools.islice(taken, count):
         lease.callback(lock.close)
     return lease
 

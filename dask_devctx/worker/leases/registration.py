@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, ClassVar, Final
 from weakref import WeakKeyDictionary
 
@@ -47,7 +46,7 @@ def say_devices(devices: Sequence[Device]) -> None:
     _of_worker.info("This worker uses %s: %s", counted(len(devices), "device"), names)
 
 
-# A scheduler that could not be reached is told again after this time.
+# A scheduler that could not be reached is asked again after this time.
 _AGAIN_S: Final = 1.0
 
 
@@ -57,17 +56,9 @@ async def announce(
     """Tell the scheduler which devices a worker has, and the bytes that tasks may reserve there."""
     # The other devices that the worker sees are announced too: the ordinals need them.
     seen = [(one.uuid, one.pci_bus_id) for one in discovery.inventory(driver.backend()).devices]
-    try:
-        await turn.tell(
-            ANNOUNCE,
-            seen=seen,
-            used=[device.uuid for device in used],
-            limits={device.uuid: nbytes for device, nbytes in limits.items()},
-        )
-    except OSError as error:  # also a closed connection, and no answer in time
-        logger.info("The scheduler was not told of the devices: %r. It is told again", error)
-        if worker.status in (Status.init, Status.running, Status.paused):
-            worker.loop.call_later(_AGAIN_S, partial(announce, worker, used, limits, turn))
+    uuids = [device.uuid for device in used]
+    known = {device.uuid: nbytes for device, nbytes in limits.items()}
+    await turn.tell(ANNOUNCE, seen=seen, used=uuids, limits=known)
 
 
 def withdraw(worker: Worker) -> None:
@@ -141,11 +132,11 @@ class Turn:
 
 async def install_routing(worker: Worker) -> None:
     """Send the scheduler this package's plugin, if it lacks it; raise if it cannot have it."""
+    plugin = dumps(DeviceRouting())
+    register = worker.scheduler.register_scheduler_plugin
     try:
-        await worker.scheduler.register_scheduler_plugin(
-            plugin=dumps(DeviceRouting()), name=DeviceRouting.name, idempotent=True
-        )
-    except OSError:  # also a closed connection, and no answer in time
+        await _reached(worker, register, plugin=plugin, name=DeviceRouting.name, idempotent=True)
+    except OSError:
         raise
     except Exception as error:
         raise DevctxError(
@@ -157,7 +148,20 @@ async def install_routing(worker: Worker) -> None:
 async def tell(worker: Worker, op: str, **what: object) -> Any:
     """Send the scheduler a message of a worker; return its answer, or raise if it refuses it."""
     address = worker.contact_address or worker.address
-    said = await getattr(worker.scheduler, op)(address=address, protocol=PROTOCOL, **what)
+    message = {"address": address, "protocol": PROTOCOL, **what}
+    said = await _reached(worker, getattr(worker.scheduler, op), **message)
     if isinstance(said, str) and said != "OK":
         raise DevctxError(f"the scheduler answers {op} with {said!r}")
     return said
+
+
+async def _reached(worker: Worker, ask: Callable[..., Awaitable[Any]], **what: object) -> Any:
+    """Return the scheduler's answer; while it cannot be reached, ask again."""
+    while True:
+        try:
+            return await ask(**what)
+        except OSError as error:  # also a closed connection, and no answer in time
+            if worker.status not in (Status.init, Status.running, Status.paused):
+                raise
+            logger.info("The scheduler was not reached: %r. It is asked again", error)
+            await asyncio.sleep(_AGAIN_S)

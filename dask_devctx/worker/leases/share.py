@@ -10,9 +10,9 @@ import multiprocessing
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, Final
 from urllib.parse import quote
 from weakref import WeakKeyDictionary
@@ -24,15 +24,12 @@ from dask_devctx.config.options import Options
 from dask_devctx.cuda.device import Device, named_devices
 from dask_devctx.errors import DeviceNotFoundError, DevicesInUseError, LockDirectoryError
 from dask_devctx.scheduler.messages import CLAIM
-from dask_devctx.worker.leases import registration
-from dask_devctx.worker.leases.locks import Lock, choosing, default_directory
+from dask_devctx.worker.leases import locks, registration
 
 # A worker waits so long for devices that others of its cluster are about to release: those of a
 # process that just ended, or whose plugin is just replaced.
 _PATIENCE_S: Final = 1.0
 _POLL_S: Final = 0.05
-# The choice takes well under a millisecond. A process that takes longer was stopped meanwhile.
-_CHOOSING_TIMEOUT_S: Final = 10.0
 # A cluster waits so long for one that starts just now.
 _STARTING_TIMEOUT_S: Final = 30.0
 
@@ -50,7 +47,7 @@ class DeviceShare:
         self._named, self._count = options.devices, options.devices_per_worker
         self._shared = options.shared
         self._of_cluster = f" of {worker.scheduler.address}"
-        self._locks: dict[Device, Lock] = {}
+        self._locks: dict[Device, locks.Lock] = {}
         self._is_released = False
 
     def at_once(self) -> tuple[Device, ...]:
@@ -59,19 +56,19 @@ class DeviceShare:
         with suppress(Exception):  # `settle` raises it
             again = [device for device in self._found() if device in before]
             if not self._shared and len(again) >= (count or 1):
-                self._take(again, count, timeout_s=0)
+                self._take(again[:count])
         return tuple(self._locks)
 
     async def settle(self) -> tuple[Device, ...]:
         """Return the devices, once the scheduler and the holders of locks agree, or raise."""
         found, count = self._found(), self._count
+        await registration.install_routing(self._worker)
         if self._shared:
-            with suppress(OSError):  # `announce` does it later
-                await registration.install_routing(self._worker)
             return found[:count]
         others = [device for device in found if device not in self._locks]
-        held = await asyncio.to_thread(held_devices, others)
-        foreign = {one: who for one, who in held.items() if not who.endswith(self._of_cluster)}
+        held = held_devices(others)
+        # A holder without a name has just begun.
+        foreign = {d: who for d, who in held.items() if who and not who.endswith(self._of_cluster)}
         free = [device for device in found if device not in foreign]
         all_named = self._named is not None and count is None
         if not free or (foreign and all_named):
@@ -81,14 +78,7 @@ class DeviceShare:
         if count and isinstance(n := self._worker.name, int):
             # The nth worker of a local cluster has the nth part, if it is free.
             free.sort(key=lambda device: found.index(device) // count != n)
-        try:
-            answer = await self._claim(free)
-        except OSError:  # the scheduler is not reached now: the locks alone decide
-            if count is None or not self._locks:
-                held = await asyncio.to_thread(self._take, others, count)
-            if not self._locks and not self._is_released:
-                raise self._in_use((), held) from None
-            return tuple(self._locks)
+        answer = await self._claim(free)
         if not answer["uuids"]:
             named = {device: answer["holders"].get(device.uuid) for device in free}
             ours = {device: f"{who}{self._of_cluster}" for device, who in named.items() if who}
@@ -97,11 +87,10 @@ class DeviceShare:
         mine = [device for device in found if device.uuid in answer["uuids"]]
         self._give_up(set(self._locks).difference(mine))
         deadline = monotonic() + _PATIENCE_S
-        while (more := [one for one in mine if one not in self._locks]) and not self._is_released:
-            held = await asyncio.to_thread(self._take, more)
-            if held and monotonic() > deadline:
+        while held := self._take(mine):
+            if monotonic() > deadline:
                 raise self._in_use((), held)
-            await asyncio.sleep(_POLL_S if held else 0)
+            await asyncio.sleep(_POLL_S)
         return tuple(mine)
 
     def release(self) -> None:
@@ -110,17 +99,17 @@ class DeviceShare:
         _before[self._worker] = tuple(self._locks)
         self._give_up(self._locks)
 
-    def _take(
-        self,
-        devices: Iterable[Device],
-        count: int | None = None,
-        timeout_s: float = _CHOOSING_TIMEOUT_S,
-    ) -> dict[Device, str]:
-        name = f"worker {self._worker.name}{self._of_cluster}"
-        taken, held = take(devices, count, name, timeout_s)
-        self._locks |= taken
-        if self._is_released:  # meanwhile, by another thread
-            self._give_up(self._locks)
+    def _take(self, devices: Iterable[Device]) -> dict[Device, str]:
+        """Lock devices, unless they are released for good; return the holders of the others."""
+        held: dict[Device, str] = {}
+        for device in devices:
+            if self._is_released or device in self._locks:
+                continue
+            lock = take(device, f"worker {self._worker.name}{self._of_cluster}")
+            if lock is None:
+                held[device] = held_devices([device]).get(device, "")
+            else:
+                self._locks[device] = lock
         return held
 
     def _give_up(self, devices: Iterable[Device]) -> None:
@@ -141,7 +130,6 @@ class DeviceShare:
 
     async def _claim(self, free: Sequence[Device]) -> Mapping[str, Any]:
         """Let the scheduler say which devices are this worker's."""
-        await registration.install_routing(self._worker)
         answer = await registration.tell(
             self._worker,
             CLAIM,
@@ -159,49 +147,19 @@ class DeviceShare:
         return _in_use(self._count or 0, free, own)
 
 
-# -- locks of devices; all of this may wait for other processes: not on an event loop
+# -- locks of devices
 
 
-def take(
-    devices: Iterable[Device],
-    count: int | None,
-    holder: str,
-    timeout_s: float = _CHOOSING_TIMEOUT_S,
-) -> tuple[dict[Device, Lock], dict[Device, str]]:
-    """Lock devices, or the first ``count`` that are free; return these and the holders of others.
-
-    It raises :class:`DevicesInUseError` and takes none where fewer than ``count`` are free.
-    """
-    taken: dict[Device, Lock] = {}
-    held: dict[Device, str] = {}
-    with choosing(_directory(), timeout_s) as opened, ExitStack() as taking:
-        for device in devices:
-            if len(taken) == count:
-                break
-            lock = _lock(opened, device)
-            if not lock.is_held:
-                held[device] = lock.note
-                lock.close()
-                continue
-            taking.callback(lock.close)
-            lock.claim(f"pid {os.getpid()} on {socket.gethostname()}, {holder}")
-            taken[device] = lock
-        if count is not None and len(taken) < count:
-            raise _in_use(count, taken, held)
-        taking.pop_all()
-    return taken, held
+def take(device: Device, holder: str) -> locks.Lock | None:
+    """Lock a device; None if another worker has it."""
+    note = f"pid {os.getpid()} on {socket.gethostname()}, {holder}"
+    return locks.take(_directory(), _name(device), note)
 
 
 def held_devices(devices: Iterable[Device]) -> dict[Device, str]:
     """Return the devices that workers on this machine hold, with the workers."""
-    held: dict[Device, str] = {}
-    with choosing(_directory(), _CHOOSING_TIMEOUT_S) as opened:
-        for device in devices:
-            lock = _lock(opened, device)
-            if not lock.is_held:
-                held[device] = lock.note
-            lock.close()
-    return held
+    found = {device: locks.holder(_directory(), _name(device)) for device in devices}
+    return {device: who for device, who in found.items() if who is not None}
 
 
 @contextmanager
@@ -211,12 +169,17 @@ def starts_alone() -> Iterator[Callable[[], None]]:
     Each then sees which devices are held. Of two that start at once, each would get some devices,
     and both would fail.
     """
-    with ExitStack() as alone:
-        # A process that a cluster starts would wait for that cluster.
-        if multiprocessing.parent_process() is None:
-            with suppress(LockDirectoryError):  # the other one takes long, or it is raised later
-                alone.enter_context(choosing(_directory(), _STARTING_TIMEOUT_S, "starting.lock"))
-        yield alone.close
+    # A process that a cluster starts would wait for that cluster.
+    lock, until = None, monotonic() + _STARTING_TIMEOUT_S
+    with suppress(LockDirectoryError):  # it is raised later
+        while multiprocessing.parent_process() is None and lock is None and monotonic() < until:
+            if (lock := locks.take(_directory(), "starting.lock", "")) is None:
+                sleep(_POLL_S)
+    end = lock.close if lock is not None else lambda: None
+    try:
+        yield end
+    finally:
+        end()
 
 
 def _in_use(wanted: int, free: Iterable[Device], held: Mapping[Device, str]) -> DevicesInUseError:
@@ -225,10 +188,10 @@ def _in_use(wanted: int, free: Iterable[Device], held: Mapping[Device, str]) -> 
     return DevicesInUseError(wanted, [str(device.info) for device in free], texts)
 
 
-def _lock(opened: Callable[[str], Lock], device: Device) -> Lock:
-    return opened(quote(device.uuid, safe="") + ".lock")
+def _name(device: Device) -> str:
+    return quote(device.uuid, safe="") + ".lock"
 
 
 def _directory() -> Path:
     configured = config.get("lock-directory")
-    return Path(configured) if configured else default_directory()
+    return Path(configured) if configured else locks.default_directory()

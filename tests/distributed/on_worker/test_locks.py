@@ -12,38 +12,26 @@ from pathlib import Path
 import pytest
 
 from dask_devctx.errors import LockDirectoryError
-from dask_devctx.worker.leases.locks import Lock, choosing, default_directory
+from dask_devctx.worker.leases import locks
 
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from dask_devctx.worker.leases.locks import choosing
-with choosing(Path(sys.argv[1]), 10) as opened:
-    lock = opened("gpu.lock")
-    lock.claim("the child")
+from dask_devctx.worker.leases.locks import take
+lock = take(Path(sys.argv[1]), "gpu.lock", "the child")
 os.fork() or print("forked", flush=True)
 time.sleep(60)
 """
 
 
-def taken(directory: Path, note: str = "") -> Lock | None:
+def taken(directory: Path, note: str = "") -> locks.Lock | None:
     """Take the lock; None where somebody else has it."""
-    with choosing(directory, 10) as opened:
-        lock = opened("gpu.lock")
-        if not lock.is_held:
-            lock.close()
-            return None
-        lock.claim(note)
-        return lock
+    return locks.take(directory, "gpu.lock", note)
 
 
-def holder(directory: Path) -> str:
-    """Return the note of the lock's holder; "" where nobody holds it."""
-    with choosing(directory, 10) as opened:
-        lock = opened("gpu.lock")
-        said = "" if lock.is_held else lock.note
-        lock.close()
-        return said
+def holder(directory: Path) -> str | None:
+    """Return the note of the lock's holder; None where nobody holds it."""
+    return locks.holder(directory, "gpu.lock")
 
 
 def test_two_holders_of_one_process_exclude_each_other(lock_directory: Path) -> None:
@@ -52,7 +40,7 @@ def test_two_holders_of_one_process_exclude_each_other(lock_directory: Path) -> 
     assert holder(lock_directory) == "me, for a long time"
     lock.close()
     lock.close()  # once more is nothing
-    assert holder(lock_directory) == ""
+    assert holder(lock_directory) is None
     again = taken(lock_directory, "you")
     assert holder(lock_directory) == "you"
     again.close()
@@ -68,7 +56,7 @@ def test_a_forked_child_keeps_no_lock_of_a_killed_parent(lock_directory: Path) -
         child.kill()
         child.wait()
         os.killpg(child.pid, 0)  # the grandchild lives: nothing to prove otherwise
-        assert holder(lock_directory) == ""
+        assert holder(lock_directory) is None
         lock = taken(lock_directory)
         lock.close()
     finally:
@@ -148,21 +136,9 @@ def test_a_linked_lock_is_refused_and_its_target_left_alone(
     assert (tmp_path / "precious").read_text() == "keep"
 
 
-def test_choosing_is_one_at_a_time(lock_directory: Path) -> None:
-    said = rf"pid {os.getpid()} for 0.05 s"
-    with (
-        choosing(lock_directory, 1),
-        pytest.raises(LockDirectoryError, match=said),
-        choosing(lock_directory, 0.05),
-    ):
-        pytest.fail("two were in there")
-    with choosing(lock_directory, 0.05):
-        pass
-
-
 def test_the_default_depends_on_the_user_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = default_directory()
+    before = locks.default_directory()
     monkeypatch.setenv("TMPDIR", "/var/tmp")
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1")
-    assert default_directory() == before
+    assert locks.default_directory() == before
     assert str(os.geteuid()) in before.name
