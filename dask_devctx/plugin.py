@@ -155,8 +155,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             await own.setup(worker)
             return
         check_worker(worker)  # before the scheduler is asked for devices
-        turn = registration.Turn(worker)  # so that an earlier plugin does not withdraw the devices
         name = next((n for n, plugin in worker.plugins.items() if plugin is self), self.name)
+        # From now on, an earlier plugin does not withdraw the devices.
         share = self._share = DeviceShare(worker, self.options, name)
         failure: Exception | None = None
         try:
@@ -178,12 +178,12 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             failure = error
         if failure is not None:
             share.release()
-            if not await registration.refuse(worker, failure, turn, leaves=self.is_required):
+            if not await registration.refuse(worker, failure, share.tell, leaves=self.is_required):
                 raise failure  # dask tells the client, and keeps the plugin
         elif self.extension is not None:
             registration.say_devices(self.worker_devices)
             limits = self.extension.limits
-            await registration.announce(worker, self.worker_devices, limits, turn)
+            await registration.announce(self.worker_devices, limits, share.tell)
 
     def _use(
         self, worker: Worker, devices: tuple[Device, ...], failure: Exception | None = None
@@ -203,7 +203,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         if self.extension is not None:
             self.extension.close()
             self.extension = None
-            registration.withdraw(worker)
+            if self._share is not None:
+                registration.withdraw(worker, self._share.tell)
         if self._share is not None:
             self._share.release()
             self._share = None

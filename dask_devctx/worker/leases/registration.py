@@ -6,8 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar, Final
-from weakref import WeakKeyDictionary
+from typing import Any, Final
 
 from distributed import Worker
 from distributed.core import Status
@@ -40,6 +39,10 @@ _WAY_OUT = (
 _TEXT = 2_000
 
 
+# Sends a message about a worker's devices: `DeviceShare.tell`.
+Tell = Callable[..., Awaitable[None]]
+
+
 def say_devices(devices: Sequence[Device]) -> None:
     """Say in the worker's log which devices it uses."""
     names = ", ".join(f"{device.info} {device.name or ''}".rstrip() for device in devices)
@@ -50,32 +53,30 @@ def say_devices(devices: Sequence[Device]) -> None:
 _AGAIN_S: Final = 1.0
 
 
-async def announce(
-    worker: Worker, used: Sequence[Device], limits: Mapping[Device, int], turn: Turn
-) -> None:
+async def announce(used: Sequence[Device], limits: Mapping[Device, int], tell: Tell) -> None:
     """Tell the scheduler which devices a worker has, and the bytes that tasks may reserve there."""
     # The other devices that the worker sees are announced too: the ordinals need them.
     seen = [(one.uuid, one.pci_bus_id) for one in discovery.inventory(driver.backend()).devices]
     uuids = [device.uuid for device in used]
     known = {device.uuid: nbytes for device, nbytes in limits.items()}
-    await turn.tell(ANNOUNCE, seen=seen, used=uuids, limits=known)
+    await tell(ANNOUNCE, seen=seen, used=uuids, limits=known)
 
 
-def withdraw(worker: Worker) -> None:
+def withdraw(worker: Worker, tell: Tell) -> None:
     """Tell the scheduler soon that a worker uses no devices from now on, but stays."""
     # If another plugin takes this one's place at once, no message is sent: between two messages,
     # tasks would go to workers that do not have their device.
     if worker.status in (Status.running, Status.paused):
-        worker.loop.add_callback(_no_devices, Turn(worker), None)
+        worker.loop.add_callback(_no_devices, tell, None)
 
 
-async def _no_devices(turn: Turn, used: Sequence[str] | None) -> None:
+async def _no_devices(tell: Tell, used: Sequence[str] | None) -> None:
     """Announce no devices; with ``used=None``, that tasks that ask for some do not belong there."""
     with suppress(Exception):  # without the routing there is nothing to withdraw from
-        await turn.tell(ANNOUNCE, seen=[], used=used, limits={})
+        await tell(ANNOUNCE, seen=[], used=used, limits={})
 
 
-async def refuse(worker: Worker, error: Exception, turn: Turn, *, leaves: bool) -> bool:
+async def refuse(worker: Worker, error: Exception, tell: Tell, *, leaves: bool) -> bool:
     """Tell the scheduler that a worker has no devices; return whether the worker leaves for that.
 
     A worker that joins leaves if other workers hold its devices: it would run tasks on these. With
@@ -89,7 +90,7 @@ async def refuse(worker: Worker, error: Exception, turn: Turn, *, leaves: bool) 
     leaves = is_joining(worker) and (leaves or in_use)
     if not leaves:
         error.add_note(_WAY_OUT.format(worker.name))
-        await _no_devices(turn, ())
+        await _no_devices(tell, ())
         return False
     told: Exception = error
     if not in_use:
@@ -99,35 +100,13 @@ async def refuse(worker: Worker, error: Exception, turn: Turn, *, leaves: bool) 
             "worker's log has the traceback"
         )
     with suppress(Exception):  # a scheduler that cannot be told has nothing to decide
-        await turn.tell(REFUSE, kind=type(told).__name__, arguments=told.args)
+        await tell(REFUSE, kind=type(told).__name__, arguments=told.args)
     logger.error(
         "This worker leaves the cluster because it cannot take its devices: %s",
         "the cluster's process has the reason" if is_told else error,
     )
     worker.loop.add_callback(worker.close, reason="devctx-setup-failed")
     return True
-
-
-class Turn:
-    """A worker's turn to announce its devices; void if a newer announcement waits by then."""
-
-    # Plugins may replace each other faster than the scheduler answers, and two messages that are on
-    # their way at once arrive in any order.
-
-    _locks: ClassVar[WeakKeyDictionary[Worker, asyncio.Lock]] = WeakKeyDictionary()
-    _newest: ClassVar[WeakKeyDictionary[Worker, object]] = WeakKeyDictionary()
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self._lock = self._locks.setdefault(worker, asyncio.Lock())
-        self._mine = self._newest[worker] = object()  # not self: that would keep the worker alive
-
-    async def tell(self, op: str, **what: object) -> None:
-        """Send the scheduler a message and the routing, if it lacks that; raise if it refuses."""
-        async with self._lock:
-            if self._newest[self._worker] is self._mine:
-                await install_routing(self._worker)
-                await tell(self._worker, op, **what)
 
 
 async def install_routing(worker: Worker) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import multiprocessing
 import os
 import socket
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -35,6 +36,9 @@ _STARTING_TIMEOUT_S: Final = 30.0
 
 # The devices that a worker had, for a plugin that takes another one's place.
 _before: WeakKeyDictionary[Worker, tuple[Device, ...]] = WeakKeyDictionary()
+# The newest share of a worker, which alone tells the scheduler of its devices, and a lock for that.
+_newest: WeakKeyDictionary[Worker, weakref.ref[DeviceShare]] = WeakKeyDictionary()
+_telling: WeakKeyDictionary[Worker, asyncio.Lock] = WeakKeyDictionary()
 
 
 class DeviceShare:
@@ -49,6 +53,7 @@ class DeviceShare:
         self._of_cluster = f" of {worker.scheduler.address}"
         self._locks: dict[Device, locks.Lock] = {}
         self._is_released = False
+        _newest[worker] = weakref.ref(self)
 
     def at_once(self) -> tuple[Device, ...]:
         """Take the devices of the plugin that this one replaces: its tasks keep them meanwhile."""
@@ -92,6 +97,15 @@ class DeviceShare:
                 raise self._in_use((), held)
             await asyncio.sleep(_POLL_S)
         return tuple(mine)
+
+    async def tell(self, op: str, **what: object) -> None:
+        """Send the scheduler a message and the routing, unless a newer plugin does so."""
+        # Plugins may replace each other faster than the scheduler answers, and two messages that
+        # are on their way at once arrive in any order.
+        async with _telling.setdefault(self._worker, asyncio.Lock()):
+            if _newest[self._worker]() is self:
+                await registration.install_routing(self._worker)
+                await registration.tell(self._worker, op, **what)
 
     def release(self) -> None:
         """Release the devices for good."""
