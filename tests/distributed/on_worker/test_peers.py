@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import queue
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -308,6 +309,25 @@ def test_where_the_driver_refuses_values_go_as_dask_sends_them(
             return "ipc" in peers.ways(client)
 
         assert lasts or peers.until(by_ipc, 20)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda said: re.sub(r"^ipc:\d+", "ipc:999", said), "another version of dask-devctx"),
+        (lambda said: re.sub(" .* ", " elsewhere ", said), "on another machine"),
+        (lambda said: said, "in the same process"),
+        (lambda said: "", "does not say that it can read them"),
+        (lambda said: "out of memory", "out of memory"),
+    ],
+)
+def test_who_cannot_read_memory_gets_values_through_the_host(change: Any, why: str) -> None:
+    one, off = transport.Transport(True, "host"), transport.Transport(False, "host")
+    said = one.says("tcp://there")
+    other = re.sub(r"\S+$", "another-process", said)
+    assert one.why_not(other) == ""
+    assert why in one.why_not(change(said if why == "in the same process" else other))
+    assert (off.says("tcp://there"), off.why_not(other)) == ("", "the option ipc is False")
 
 
 def test_what_a_cancelled_transfer_has_staged_is_undone() -> None:
