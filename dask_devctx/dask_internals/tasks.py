@@ -61,12 +61,12 @@ class TaskStandIn:
 def executed_by(
     worker: Worker,
     begin: Callable[[Any], TaskStandIn | None],
-    end: Callable[[Any, Any, Any], Any],
+    end: Callable[[Any, Any, Any], object],
 ) -> Iterator[None]:
     """While it is open, a worker calls the stand-in that ``begin`` makes in the place of a task.
 
     ``begin`` gets the worker's state of the task and must not raise; ``end`` gets it too, with the
-    stand-in and dask's event of the outcome, None without one, and returns the event.
+    stand-in and dask's event of the outcome, None without one.
     """
     execute, states = worker.execute, worker.state.tasks
     ended, passed_on = False, set()
@@ -92,7 +92,7 @@ def executed_by(
             if ts.run_spec is stand_in:  # else the task was requested again meanwhile
                 ts.run_spec = task
             try:
-                event = end(ts, stand_in, event)
+                end(ts, stand_in, event)
             except Exception:  # without its event, the task would stay in "executing"
                 logger.exception("The end of %r was not counted", key)
         return event

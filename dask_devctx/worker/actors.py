@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from distributed import Worker
 
@@ -52,13 +52,13 @@ class DeviceActors(dict[Hashable, Any]):
         self._unanswered = 0
 
     @contextmanager
-    def used(self) -> Iterator[Self]:
+    def used(self) -> Iterator[None]:
         """While it is open, the worker calls its actors on their devices."""
         with (
             internals.wrapped_handler(self._worker, "actor_execute", self._counted),
             internals.replaced_actors(self._worker, self),
         ):
-            yield self
+            yield
 
     def live_on(self, ts: Any, devices: tuple[Device, ...]) -> None:
         """Note the devices of the actor that a task makes."""

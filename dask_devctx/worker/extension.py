@@ -85,7 +85,6 @@ class DeviceExtension:
                 used,
                 Retries(used, options.oom_retries, self.history),
                 synchronize=options.synchronize,
-                answered=lambda: self._actors.answered(),
             )
             steps.callback(self.monitor.close)
             register_nodes()
@@ -128,16 +127,16 @@ class DeviceExtension:
             self.pools = steps.enter_context(
                 device_threads(worker, self.admission, tasks_per_device)
             )
-            self._actors = steps.enter_context(
-                DeviceActors(worker, self.monitor, move_inputs=options.move_inputs).used()
-            )
+            actors = DeviceActors(worker, self.monitor, move_inputs=options.move_inputs)
+            steps.enter_context(actors.used())
+            self.monitor.answered = actors.answered
             self.runs = Runs(
                 worker,
                 self.placement,
                 self.admission,
                 self.monitor,
                 self.record,
-                self._actors,
+                actors,
                 self.pools,
                 unannotated=unannotated,
                 landing=in_place_of_the_first(used),

@@ -172,15 +172,13 @@ class DeviceRun(_Run, Claim, Guard):
 
     def _reserve(self) -> None:
         """Spill values of others, until the bytes that it reserves are free on its devices."""
-        store = self.runs.store
-        if store is not None:
-            for device in self.devices:
-                store.spill.make_room(device, self.nbytes)
-                self.reserved.append(device)
+        for device in self.devices:
+            self.runs.store.spill.make_room(device, self.nbytes)
+            self.reserved.append(device)
 
     def released(self) -> None:
         while self.reserved:
-            self.runs.store.spill.give_room(self.reserved.pop(), self.nbytes)  # type: ignore[union-attr]
+            self.runs.store.spill.give_room(self.reserved.pop(), self.nbytes)
 
     def _name_place(self, error: BaseException) -> None:
         if isinstance(error, DeviceFailedError | DeviceOutOfMemoryError):

@@ -67,7 +67,8 @@ class Runs:
         self.admission = admission
         self.monitor = monitor
         self.landing = landing
-        self.store = store  # None without devices
+        self.store: Store = store  # type: ignore[assignment]  # no run without devices needs it
+        self._made = {} if store is None else store.made
         self.nvtx = nvtx  # the package that names ranges for profilers; None without ranges
         self._placement = placement
         self._record = record
@@ -97,8 +98,7 @@ class Runs:
                 run = ts.run_spec
                 if run.__class__ is DeviceRun and not run.is_plain:
                     self.admission.withdraw(run)
-            if self.store is not None:
-                self.store.made.pop(key, None)
+            self._made.pop(key, None)
 
     def _begin(self, ts: Any) -> DeviceRun | HostRun | Refused | None:
         """Return the run of a task; None to run it as without this package."""
@@ -108,7 +108,7 @@ class Runs:
             isolated, not_again = _conditions(annotations) if annotations else (0, "")
             wanted = requested_device(annotations, self._unannotated, ts.run_spec)
             if wanted is HOST_ONLY:
-                if self.store is None:
+                if not self._placement.devices:
                     return None
                 return HostRun(self, ts, theirs=theirs)
             if theirs and not wanted.plain:
@@ -136,7 +136,7 @@ class Runs:
         inputs: list[Value] = []
         # Where there is no choice, inputs matter only if they can be moved ahead.
         choice = len(placement.devices) > 1
-        if dependencies and store is not None and (choice or store.spill.open):
+        if dependencies and (choice or store.spill.open):
             inputs = store.values_of(map(_KEY, dependencies))
         if wanted is ANY_DEVICE and placement.only is not None:
             devices = placement.only
@@ -167,11 +167,11 @@ class Runs:
         # The scheduler gets it; readers of dask's own task stream see it.
         ts.metadata[DEVICE] = self._uuids[devices[0]]
         run.queued = has_queue or not run.is_plain
-        if inputs and has_queue and store is not None and store.moves_inputs:
+        if inputs and has_queue and store.moves_inputs:
             store.copies.make_ahead(inputs, *devices)
         return run
 
-    def _end(self, ts: Any, run: Any, event: Any) -> Any:
+    def _end(self, ts: Any, run: Any, event: Any) -> None:
         state = tasks.STATES.get(event.__class__, "released")
         ended = state != "released" and ts.state != "cancelled"
         start, stop = (event.start, event.stop) if ended else (None, None)
@@ -179,20 +179,17 @@ class Runs:
         if run.__class__ is not DeviceRun:
             if ended and run.__class__ is not Refused:
                 self._record.ended(ts, (), state, start, stop, text=text)
-            return event
-        devices, key, store = run.devices, ts.key, self.store
+            return
         # First what others wait for, then what is told of it.
         seconds = None if start is None or stop is None else stop - start
         self._placement.remove(run, seconds)
-        if store is not None:
-            made, run.made = run.made, None
-            if made is not None and ended and state == "memory" and key not in self._actors:
-                store.made[key] = made
+        made, run.made = run.made, None
+        if made is not None and ended and state == "memory" and ts.key not in self._actors:
+            self._made[ts.key] = made
         if ended:
             # the seconds that it waited for a slot, for its inputs and for memory, and its thread
             waited = run.began_at - run.placed_at, run.inputs_s, run.memory_s, run.thread
-            self._record.ended(ts, devices, state, start, stop, waited, text)
-        return event
+            self._record.ended(ts, run.devices, state, start, stop, waited, text)
 
     def seceded(self, run: DeviceRun) -> None:
         """Note that a run seceded from its thread: it may wait for other tasks; on any thread."""

@@ -35,6 +35,8 @@ class Monitor:
     Each call of a task or method has a :class:`~dask_devctx.worker.failures.guard.Guard`.
     """
 
+    answered: Callable[[], Awaitable[None]]  # waits for the callers of the worker's actors
+
     def __init__(
         self,
         worker: Worker,
@@ -42,7 +44,6 @@ class Monitor:
         retries: Retries,
         *,
         synchronize: bool,
-        answered: Callable[[], Awaitable[None]],
     ) -> None:
         self.failure: Failure | None = None
         self.retries = retries
@@ -50,7 +51,6 @@ class Monitor:
         self.calls = Calls()
         self._devices = tuple(devices)
         self._worker = worker
-        self._answered = answered  # waits for the callers of the worker's actors
         self._lock = threading.Lock()
         self._looking = PeriodicCallback(self._look_at_used, _LOOK_INTERVAL_MS)
         self._looking.start()
@@ -102,7 +102,7 @@ class Monitor:
             if self.failure is None:
                 failure = self._decided(who, device, found, began)
                 # First, so that tasks are marked before they run again.
-                begin_the_end(self._worker, failure, self._answered)
+                begin_the_end(self._worker, failure, self.answered)
                 self.failure = failure
             return self.failure
 
