@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from typing import Any, TypeVar
 
@@ -162,16 +162,6 @@ class Move:
         stamped = [stamp for stamp in self._after if source in stamp.devices]
         # Without a stamp, wait for all work that the source has been given until now.
         return stamped or [Stamp.of_devices([source])]
-
-    def made_there(self, source: Device, make: Callable[[], Any]) -> Any:
-        """Return an array that is made on the source, such as a dense one: only it travels."""
-        assert self.device is not None
-        self.order(source, on_source=True)  # the library makes it in the source's current stream
-        with source:
-            made = make()
-        Stamp.of_streams([source]).hold_back(self.device)
-        self.keep(made)
-        return made
 
     def keep(self, value: Any) -> None:
         """Keep a value alive until the copy that reads it is done."""

@@ -105,21 +105,23 @@ def allocate(kind: str, nbytes: int, detail: Any, device: Device) -> tuple[Any, 
 # -- pickles
 
 
-class Parts:
-    """The parts of a value that are on a device; each is listed once."""
+@dataclass(eq=False)
+class Parcel:
+    """A packed value: a pickle, and the host and device memory that is not in it."""
 
-    def __init__(self) -> None:
-        self.all: list[Part] = []
-        self.gathered = False  # whether this thread's current streams make some of them as copies
-        self._known: dict[tuple[str, int, int, str], _Index] = {}
+    pickled: bytes = b""
+    buffers: list[memoryview] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)  # each is listed once
+    gathered: bool = False  # whether this thread's current streams make some of them as copies
+    _known: dict[Any, _Index] = field(default_factory=dict, init=False)
 
     def add(self, part: Part) -> object:
-        """Add a part; return an object that represents it in a pickle."""
+        """Add a part; return an object that represents it in the pickle."""
         name = (part.kind, part.pointer, part.nbytes, str(part.detail))
         place = self._known.get(name) if part.pointer else None
         if place is None:
-            place = self._known[name] = _Index(len(self.all))
-            self.all.append(part)
+            place = self._known[name] = _Index(len(self.parts))
+            self.parts.append(part)
         return place
 
 
@@ -133,39 +135,28 @@ class _Index:
         return _arrived, (self.place,)
 
 
-# Returns the reduced value of an object, like ``__reduce_ex__``, with the results of `Parts.add` in
-# the place of device memory.
-Reduce = Callable[[Any, Parts], Any]
+# Returns the reduced value of an object, like ``__reduce_ex__``, around results of `Parcel.add`.
+Reduce = Callable[[Any, Parcel], Any]
 # Returns the function for a type; None if the type has nothing on a device.
 Find = Callable[[type], Reduce | None]
 
 
-@dataclass(eq=False)
-class Parcel:
-    """A packed value: a pickle, and the host and device memory that is not in it."""
-
-    pickled: bytes
-    buffers: list[memoryview] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)
-    gathered: bool = False  # as in `Parts`
-
-
 def pack(value: object, find: Find) -> Parcel:
     """Return a value as a pickle and the memory that is not in the pickle."""
-    file, parts = io.BytesIO(), Parts()
-    buffers: list[memoryview] = []
+    parcel, file = Parcel(), io.BytesIO()
 
     def leave_out(buffer: pickle.PickleBuffer) -> bool:
         try:
-            buffers.append(buffer.raw())
+            parcel.buffers.append(buffer.raw())
         except BufferError:  # the memory has gaps
             return True
         return False
 
     pickler = _Pickler(file, protocol=5, buffer_callback=leave_out)
-    pickler.find, pickler.parts = find, parts
+    pickler.find, pickler.parcel = find, parcel
     pickler.dump(value)
-    return Parcel(file.getvalue(), buffers, parts.all, parts.gathered)
+    parcel.pickled = file.getvalue()
+    return parcel
 
 
 def unpack(pickled: Any, buffers: Sequence[Any], parts: Sequence[Any]) -> Any:
@@ -190,9 +181,9 @@ def _arrived(place: int) -> Any:
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     find: Find
-    parts: Parts
+    parcel: Parcel
 
     def reducer_override(self, value: Any) -> Any:
         reduce = self.find(type(value))
-        found = NotImplemented if reduce is None else reduce(value, self.parts)
+        found = NotImplemented if reduce is None else reduce(value, self.parcel)
         return super().reducer_override(value) if found is NotImplemented else found

@@ -7,7 +7,7 @@ from typing import Any
 import cupy
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.transfer.events import cupy_stream
+from dask_devctx.transfer.events import Stamp, cupy_stream
 from dask_devctx.transfer.libraries import Library, known
 from dask_devctx.transfer.location import Memory
 from dask_devctx.transfer.move import current_move
@@ -23,7 +23,14 @@ def _to_device(array: Any, device: Device) -> Any:
         return cupy.empty(array.shape, array.dtype)
     source = Device(array.data.device_id)
     if not is_dense(array.strides, array.shape, array.itemsize):
-        array = current_move().made_there(source, lambda: cupy.array(array, order="K", copy=True))
+        # Made dense on its own device, so that only its own elements travel. CuPy does that on the
+        # source's current stream, which has to wait for the array, like the copy.
+        move = current_move()
+        move.order(source, on_source=True)
+        with source:
+            array = cupy.array(array, order="K", copy=True)
+        Stamp.of_streams([source]).hold_back(device)
+        move.keep(array)
     memory = cupy.cuda.alloc(array.nbytes)
     stream = cupy_stream(device.device_id)
     copy_bytes(memory.ptr, device, array.data.ptr, source, array.nbytes, stream)

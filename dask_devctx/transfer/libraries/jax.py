@@ -9,7 +9,7 @@ import jax
 import numpy
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.transfer.ipc.parcel import Part, Parts, Reduce
+from dask_devctx.transfer.ipc.parcel import Parcel, Part, Reduce
 from dask_devctx.transfer.libraries import Library, known
 
 
@@ -52,7 +52,7 @@ def pickled_by(kind: type) -> Reduce | None:
     return _pickled if issubclass(kind, jax.Array) else None
 
 
-def _pickled(array: Any, parts: Parts) -> Any:
+def _pickled(array: Any, parcel: Parcel) -> Any:
     if isinstance(array, jax.core.Tracer) or len(array.sharding.device_set) > 1:
         return NotImplemented
     (device,) = array.sharding.device_set
@@ -61,7 +61,7 @@ def _pickled(array: Any, parts: Parts) -> Any:
     array.block_until_ready()  # JAX does not reveal the stream in which it works
     detail = array.shape, array.dtype.name
     part = Part(array.unsafe_buffer_pointer(), int(array.nbytes), "jax", detail, array)
-    return operator.itemgetter(0), ((parts.add(part),),)
+    return operator.itemgetter(0), ((parcel.add(part),),)
 
 
 LIBRARY = Library(jax.Array, lambda array: int(array.unsafe_buffer_pointer()), _empty)

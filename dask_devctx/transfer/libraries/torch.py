@@ -14,7 +14,7 @@ import torch
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.transfer.events import torch_stream
-from dask_devctx.transfer.ipc.parcel import Part, Parts, Reduce
+from dask_devctx.transfer.ipc.parcel import Parcel, Part, Reduce
 from dask_devctx.transfer.libraries import Library, known
 from dask_devctx.transfer.location import Memory
 from dask_devctx.transfer.move import current_move, to_device
@@ -123,14 +123,6 @@ def _around(elements: Any, parameter: Any, device: object) -> Any:
 # -- modules, optimizers and schedulers: new ones hold the moved tensors, the source stays unchanged
 
 
-def module_tensors(module: Any) -> list[Any]:
-    """Return a module's parameters and buffers; an uninitialised module has none."""
-    if "_parameters" not in vars(module):
-        return []
-    kind = torch.nn.Module  # a subclass may have other functions of these names
-    return [*kind.parameters(module), *kind.buffers(module)]
-
-
 def _own_step(optimizer: Any) -> None:
     """Let an optimizer step by its class: an LR scheduler's function would step the source."""
     if hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched"):
@@ -152,7 +144,7 @@ def pickled_by(kind: type) -> Reduce | None:
     return None
 
 
-def _tensor(tensor: Any, parts: Parts) -> Any:
+def _tensor(tensor: Any, parcel: Parcel) -> Any:
     if not tensor.is_cuda:
         return NotImplemented
     if type(tensor) is torch.Tensor and tensor.dtype in _unreadable():
@@ -186,11 +178,11 @@ def _set_grad(tensor: Any, grad: Any) -> None:
     tensor.grad = grad
 
 
-def _typed(storage: Any, parts: Parts) -> Any:
+def _typed(storage: Any, parcel: Parcel) -> Any:
     inner = storage._untyped_storage
     if inner.device.type != "cuda":
         return NotImplemented
-    return _as_typed, (_part(inner, parts), storage.dtype)
+    return _as_typed, (_part(inner, parcel), storage.dtype)
 
 
 def _as_typed(memory: Any, dtype: Any) -> Any:
@@ -198,14 +190,14 @@ def _as_typed(memory: Any, dtype: Any) -> Any:
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
-def _untyped(storage: Any, parts: Parts) -> Any:
+def _untyped(storage: Any, parcel: Parcel) -> Any:
     if storage.device.type != "cuda":
         return NotImplemented
-    return torch.Tensor.untyped_storage, (_part(storage, parts),)
+    return torch.Tensor.untyped_storage, (_part(storage, parcel),)
 
 
-def _part(storage: Any, parts: Parts) -> object:
-    return parts.add(Part(storage.data_ptr(), storage.nbytes(), "torch", None, storage))
+def _part(storage: Any, parcel: Parcel) -> object:
+    return parcel.add(Part(storage.data_ptr(), storage.nbytes(), "torch", None, storage))
 
 
 LIBRARY = Library(

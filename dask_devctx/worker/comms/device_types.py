@@ -18,7 +18,7 @@ from distributed.protocol.serialize import ObjectDictSerializer
 
 from dask_devctx.transfer import nbytes_by_device, walk
 from dask_devctx.transfer.ipc.lanes import FEW
-from dask_devctx.transfer.ipc.parcel import Part, Parts, Reduce, is_on_device, part_of
+from dask_devctx.transfer.ipc.parcel import Parcel, Part, Reduce, is_on_device, part_of
 from dask_devctx.transfer.libraries import MODULES, named
 from dask_devctx.transfer.location import memory_of
 
@@ -123,23 +123,27 @@ def _libraries(kind: type) -> set[str]:
     return {base.__module__.partition(".")[0] for base in kind.__mro__}
 
 
-def _by_frames(serialize: Any, value: Any, parts: Parts) -> Any:
+def _by_frames(serialize: Any, value: Any, parcel: Parcel) -> Any:
     header, frames = serialize(value)
     places = []
     for frame in frames:
         if is_on_device(frame):
             part = part_of(frame)
-            parts.gathered |= part.pointer != _address(value)
-            places.append(parts.add(part))
+            parcel.gathered |= part.pointer != _address(value)
+            places.append(parcel.add(part))
         else:
             places.append(frame)
     return _from_frames, (type(value), header, places)
 
 
-def _of_numba(serialize: Any, array: Any, parts: Parts) -> Any:
-    dense = array if array.flags["F_CONTIGUOUS"] else named("numba").dense(array)
-    parts.gathered |= dense is not array
-    return _by_frames(serialize, dense, parts)
+def _of_numba(serialize: Any, array: Any, parcel: Parcel) -> Any:
+    from dask_devctx.transfer.libraries import numba
+
+    found = numba.with_gaps(array)
+    if found is None:
+        return _by_frames(serialize, array, parcel)
+    address, nbytes, layout = found
+    return numba.view, (parcel.add(Part(address, nbytes, "numba", None, array)), *layout)
 
 
 def _from_frames(kind: type, header: Any, frames: list[Any]) -> Any:
@@ -151,11 +155,11 @@ def _address(value: Any) -> int | None:
     return None if said is None else int(said["data"][0] or 0)
 
 
-def _view(library: str, array: Any, parts: Parts) -> Any:
+def _view(library: str, array: Any, parcel: Parcel) -> Any:
     memory = memory_of.find(type(array))(array)
     if memory is None or not memory.base or array.dtype.hasobject:
         return NotImplemented
-    at = parts.add(Part(memory.base, memory.nbytes, library, None, array))
+    at = parcel.add(Part(memory.base, memory.nbytes, library, None, array))
     offset = named(library).pointer(array) - memory.base if array.size else 0
     return _as_view, (at, offset, array.shape, array.dtype, array.strides)
 
@@ -168,25 +172,17 @@ def _as_view(memory: Any, offset: int, shape: Any, dtype: Any, strides: Any) -> 
     return cupy.ndarray(shape, dtype, memory.data + offset, strides)
 
 
-def _without_history(found: Reduce, tensor: Any, parts: Parts) -> Any:
+def _without_history(found: Reduce, tensor: Any, parcel: Parcel) -> Any:
     if tensor.grad_fn is not None:
         raise TypeError("a tensor with a history (grad_fn) would lose it on the host")
-    return found(tensor, parts)
+    return found(tensor, parcel)
 
 
-def _simulated(array: Any, parts: Parts) -> Any:
-    if array.dtype.hasobject or array.dtype.names or not array.size:
-        return NotImplemented
-    if not (array.flags.c_contiguous or array.flags.f_contiguous):
+def _simulated(array: Any, parcel: Parcel) -> Any:
+    memory = memory_of.find(type(array))(array)
+    if memory is not None and memory.nbytes != array.nbytes:  # a part of its allocation
         array = array.copy_to(array.device)
-    order = "C" if array.flags.c_contiguous else "F"
-    part = Part(array._pointer, array.nbytes, "dask_devctx", None, array)
-    return _as_simulated, (parts.add(part), array.shape, array.dtype, order)
-
-
-def _as_simulated(memory: Any, shape: tuple[int, ...], dtype: Any, order: str) -> Any:
-    values = memory.view(dtype)
-    return values.reshape(shape) if order == "C" else values.reshape(shape[::-1]).T
+    return _view("dask_devctx", array, parcel)
 
 
 MODULES["dask_devctx"] = "dask_devctx.simulated_array"

@@ -58,8 +58,6 @@ def _register_torch() -> None:
     from distributed.protocol import torch as theirs
     from distributed.protocol.serialize import dask_object_with_dict_serializer
 
-    from dask_devctx.transfer.libraries.torch import module_tensors
-
     def serialize_tensor(tensor: Any) -> Serialized:
         numpys = is_numpys(tensor)
         if numpys and not tensor.is_cuda:
@@ -91,7 +89,10 @@ def _register_torch() -> None:
         return True
 
     def serialize_module(module: Any) -> Serialized:
-        if any(part.is_cuda for part in module_tensors(module)):
+        base = torch.nn.Module  # a subclass may have other functions of these names
+        known = "_parameters" in vars(module)  # it is initialised
+        tensors = [*base.parameters(module), *base.buffers(module)] if known else []
+        if any(tensor.is_cuda for tensor in tensors):
             raise NotImplementedError("torch pickles it: taken apart, it loses what it shares")
         return dask_object_with_dict_serializer.serialize(module)  # type: ignore[no-any-return]
 
