@@ -163,7 +163,8 @@ class DeviceCounts:
     # The counts that are added over the workers that had a device.
     SUMS: ClassVar = (
         *("done", "failed", "busy_s", "occupied_s", "slot_s", "inputs_s", "memory_s"),
-        "out_of_memory",
+        *("out_of_memory", "spills", "spilled_nbytes", "unspills", "unspilled_nbytes"),
+        "spills_for_retries",
     )
 
     device_id: int = -1
