@@ -57,6 +57,7 @@ def answering(local: PeerTransfers, get_data: Callable[..., Any]) -> Callable[..
             raise
         finally:
             asking.end()
+            del asking  # dask's log keeps this frame with an error
 
     return answer
 

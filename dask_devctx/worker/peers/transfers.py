@@ -37,7 +37,7 @@ _THREADS: Final = 16
 # A worker closes buffers of another one, which frees them.
 CLOSE: Final = "devctx_ipc_close"
 _CLOSE_TIMEOUT_S: Final = 5.0
-_CONNECT_TIMEOUT_S: Final = 2.0
+_CONNECT_TIMEOUT_S: Final = 1.0
 # Staging memory that was not used for this long goes back to its device.
 _IDLE_S: Final = 60.0
 # A fraction of a device's memory is at most the limit divided by this.
@@ -208,17 +208,27 @@ class PeerTransfers:
         pool = self.worker.rpc
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                # dask tries for longer than this to connect to a process that is gone.
-                pool.reuse(address, await pool.connect(address, timeout=_CONNECT_TIMEOUT_S))
+                pool.reuse(address, await self._connection(address))
                 said = await getattr(pool(address), CLOSE)(said=handles)
-        except OSError as error:
-            if isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError):
-                return False
+        except TimeoutError:
+            return False
+        except OSError:
             self.readers.discard(address)  # with what its process had open
             return True
         except RuntimeError:  # this worker is closing
             return False
         return said is not False  # who does not know the question has closed all
+
+    async def _connection(self, address: str) -> Any:
+        """Return a connection to another worker; the error says whether its process is gone."""
+        while True:
+            try:
+                # dask tries for longer than this to connect to a process that is gone.
+                return await self.worker.rpc.connect(address, timeout=_CONNECT_TIMEOUT_S)
+            except OSError as error:
+                # dask's last try may have had no time left to hear that nobody is there.
+                if not isinstance(error.__cause__, TimeoutError):
+                    raise
 
 
 def _undone(undo: Callable[[Any], object], future: Future[Any]) -> None:
