@@ -197,7 +197,8 @@ def test_values_that_are_away_outlive_the_plugin() -> None:
     with threads(1 * MIB, 1) as client:
         futures = client.map(full, range(16), pure=False)
         wait(futures)
-        assert counts(client)["memory_spilled"] > 0
+        # Without the plugin, values come back, and no more are spilled: there has to be room.
+        assert peers.until(lambda: counts(client)["memory_spilled"] >= MIB * 10 // 8, 20)
         client.unregister_worker_plugin("devctx")
         assert totals(client, [futures[3], futures[12]]) == [3 * 16384, 12 * 16384]
         client.register_plugin(DevicePlugin())
