@@ -27,7 +27,7 @@ from tests.distributed.devices import with_plugin
 # What is counted, and the most that it may be. The aims: 22,000 lines and 150 files in the package,
 # 6,500 lines in its worker, 22,000 lines of tests, no circle of more than two files, and 65 calls
 # for an empty task or 105 for one with an input and a result on the device.
-LINES = {"dask_devctx": 23_874, "dask_devctx/worker": 7_338, "tests": 22_349}
+LINES = {"dask_devctx": 23_874, "dask_devctx/worker": 7_338, "tests": 22_352}
 FILES = {"dask_devctx": 146}
 CIRCLE = 2
 # On the scheduler, on the worker's event loop, and on the device's thread.

@@ -129,9 +129,8 @@ class LocalDeviceCluster(WatchedCluster):
                 threads_per_worker = layout.nthreads
             if "memory_limit" not in kwargs:
                 kwargs["memory_limit"] = layout.memory_limit
-            if has_nannies(
-                kwargs
-            ):  # a plugin that is registered later leaves the devices as they are
+            # A plugin that is registered later leaves the devices as they are.
+            if has_nannies(kwargs):
                 kwargs["config"] = _configuration(plugin.options, kwargs.get("config") or {})
             n_workers = layout.n_workers
             try:
