@@ -144,7 +144,7 @@ class Rechunks:
             if found is None:
                 self._ask(grid, owner, index)
                 found = grid.coming.pop((index, owner))
-            if found.offset == 0 and self._ahead_nbytes(grid):
+            if found.offset == 0:
                 self._ask(grid, owner)
             return found
 

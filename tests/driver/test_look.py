@@ -52,7 +52,7 @@ def test_each_look_calls_what_fails_on_a_failed_device(look: Looks) -> None:
     assert look(record=True) == ((False, True), ["cuCtxRecordEvent"])
     assert look(query=True) == ((True, False), ["cuEventQuery"])
     assert look(query=True, record=True) == ((True, True), ["cuEventQuery", "cuCtxRecordEvent"])
-    look.fail("cuEventQuery", "NOT_READY")  # the event stays as it is
+    look.fail("cuEventQuery", "NOT_READY")  # its work is not done: nothing is recorded
     assert look(query=True, record=True) == ((False, False), ["cuEventQuery"])
 
 

@@ -47,9 +47,9 @@ _LOOK_S: Final = 0.05
 
 @dataclass(eq=False)
 class PeerTransfers:
-    """What a worker's transfers share; ``limits`` are those of the memory of each device.
+    """The state that all transfers of a worker share; ``limits`` are its devices' memory limits.
 
-    The option ``ipc_staging`` of each device's memory, a fraction or bytes, may be used for it.
+    On each device, the option ``ipc_staging`` bounds the staging memory: a fraction, or bytes.
     """
 
     worker: Worker
