@@ -58,9 +58,10 @@ kernel:
 	sed -n -e 's/^\.version .*/.version 7.7/' -e 's/^\.target .*/.target sm_70/' \
 		-e '/^\.version/,$$p' build/copy_boxes.ptx) > dask_devctx/driver/copy_boxes.ptx
 
-# The documentation site, into build/site; a warning is an error. It works offline.
+# The documentation site, into build/site; a warning is an error, so that each page is read again.
+# It works offline.
 docs: $(VENV)/ready
-	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/site
+	$(BIN)/python -m sphinx --fresh-env --fail-on-warning --keep-going --quiet docs build/site
 	@echo build/site/index.html
 
 # The sdist and the wheels, with a C compiler and without one.

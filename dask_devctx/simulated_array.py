@@ -389,8 +389,9 @@ for _name in _METHODS.split():
     setattr(SimulatedArray, _name, _computed(_name))
 for _name in ["shape", "dtype", "ndim", "size", "itemsize", "nbytes", "strides", "flags"]:
     setattr(SimulatedArray, _name, property(attrgetter(f"_data.{_name}")))
-for _name in ["T", "real", "imag"]:
-    setattr(SimulatedArray, _name, property(partial(_part, attrgetter(_name))))
+for _name in ["T", "real", "imag"]:  # without a text of its own, a property has that of partial()
+    _read = partial(_part, attrgetter(_name))
+    setattr(SimulatedArray, _name, property(_read, doc=getattr(np.ndarray, _name).__doc__))
 for _name in ["item", "tolist", "__index__", "__bool__"]:
     setattr(SimulatedArray, _name, _on_host(getattr(np.ndarray, _name)))
 for _kind in (float, int, complex):
