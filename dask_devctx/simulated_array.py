@@ -363,9 +363,7 @@ def _owner(data: _Array) -> _Array:
     return data
 
 
-def _computed(name: str) -> Callable[..., Any]:
-    function = getattr(np.ndarray, name)
-
+def _computed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: SimulatedArray, *args: Any, **kwargs: Any) -> Any:
         return _apply(function, (self, *args), kwargs)
 
@@ -377,21 +375,16 @@ def _on_host(read: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, *args: read(self._readable(), *args)
 
 
-def _part(read: Callable[[Any], Any], array: SimulatedArray) -> Any:
-    return _apply(read, (array,), {})
-
-
 def _number(kind: Callable[[Any], Any], data: _Array) -> Any:
     return kind(data.item())
 
 
 for _name in _METHODS.split():
-    setattr(SimulatedArray, _name, _computed(_name))
+    setattr(SimulatedArray, _name, _computed(_name, getattr(np.ndarray, _name)))
 for _name in ["shape", "dtype", "ndim", "size", "itemsize", "nbytes", "strides", "flags"]:
     setattr(SimulatedArray, _name, property(attrgetter(f"_data.{_name}")))
-for _name in ["T", "real", "imag"]:  # without a text of its own, a property has that of partial()
-    _read = partial(_part, attrgetter(_name))
-    setattr(SimulatedArray, _name, property(_read, doc=getattr(np.ndarray, _name).__doc__))
+for _name in ["T", "real", "imag"]:
+    setattr(SimulatedArray, _name, property(_computed(_name, attrgetter(_name))))
 for _name in ["item", "tolist", "__index__", "__bool__"]:
     setattr(SimulatedArray, _name, _on_host(getattr(np.ndarray, _name)))
 for _kind in (float, int, complex):
