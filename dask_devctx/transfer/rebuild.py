@@ -6,15 +6,14 @@ copy, too. An object in which nothing changes is not copied. This only reads the
 
 from __future__ import annotations
 
-import copy
 import copyreg
-import gc
+import functools
 import io
 import pickle
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from inspect import getattr_static
-from typing import Any
+from typing import Any, NoReturn
 
 from dask_devctx.transfer import walk
 from dask_devctx.transfer.walk import Registry
@@ -24,57 +23,62 @@ Memo = dict[int, tuple[Any, Any]]
 
 # Py_TPFLAGS_HEAPTYPE: set for types that a class statement makes.
 _HEAP_TYPE = 1 << 9
-# Methods by which a type defines how it is pickled, and so copied; only objects have the last two.
-_SAID = ["__reduce_ex__", "__reduce__", "__getstate__", "__setstate__"]
-_SAID_OF_OBJECTS = [*_SAID, "__getnewargs__", "__getnewargs_ex__"]
-# Values of subclasses are made by the built-in type, not by functions that a class overrides.
+# Methods by which a type defines how it is pickled, and so copied.
+_SAID = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__")
+# How values of built-in types get their items: a subclass may override the methods for it.
 _PUT: dict[type, Any] = {list: list.extend, dict: dict.update, set: set.update}
 _MADE_OF_ITEMS = (tuple, frozenset)
 
-# An object owns such attributes: a copy of a registered type does not share them with its source.
-_COLLECTIONS = frozenset([dict, OrderedDict, set])
-
-_registered: dict[type, Callable[[Any], Any]] = {}
+# For a type and its subclasses: what ``__reduce_ex__`` returns, for copies alone.
+reduced: dict[type, Callable[[Any], Any]] = {}
 
 
-def register_copy(
-    kind: type,
-    parts: walk.Parts = gc.get_referents,
-    finish: Callable[[Any], Any] = lambda made: None,
-) -> None:
-    """Register a type whose values are copied from their attributes, whatever their pickle is.
-
-    ``finish`` is called with the complete copy.
-    """
-    walk.register_parts(kind, parts)
-    _registered[kind] = finish
-
-
-class _How:
-    """How values of a type are copied."""
-
-    def __init__(self, kind: type) -> None:
-        bases = kind.__mro__
-        self.base = base = next(one for one in bases if one in (*_PUT, *_MADE_OF_ITEMS, object))
-        # Called with the complete copy of a registered type.
-        self.finish = next((_registered[one] for one in bases if one in _registered), None)
-        # Only a type's own code can make another value of a type that defines its own copying, as
-        # for pickle, or that is written in another language.
-        said = _SAID_OF_OBJECTS if base is object else _SAID
-        self.by_reduce = self.finish is None and (
-            kind in copyreg.dispatch_table
-            or any(_static(kind, name) is not _static(base, name) for name in said)
-            or any(not one.__flags__ & _HEAP_TYPE for one in bases[: bases.index(base)])
-        )
-        has_end = _static(kind, "__del__") is not None
-        self.ends = has_end and base is object and self.finish is None
+def _reduce_of(kind: type) -> Callable[[Any], Any] | None:
+    """Return the function that reduces values of a type; None where pickle's own way is right."""
+    bases = kind.__mro__
+    if known := next((one for one in bases if one in reduced), None):
+        return reduced[known]
+    base = next(one for one in bases if one in (*_PUT, *_MADE_OF_ITEMS, object))
+    if (
+        kind in copyreg.dispatch_table
+        or any(_static(kind, name) is not _static(base, name) for name in _SAID)
+        or any(not one.__flags__ & _HEAP_TYPE for one in bases[: bases.index(base)])
+    ):
+        return None
+    if base is object:
+        return None if _static(kind, "__del__") is None else _refuse
+    return functools.partial(_of_items, base)
 
 
 def _static(kind: type, name: str) -> Any:
     return getattr_static(kind, name, None)
 
 
-_how = Registry.remember(_How)
+def _refuse(value: Any) -> NoReturn:
+    raise TypeError("it has a __del__, and a second one like it would end the same twice")
+
+
+def _of_items(base: Any, value: Any) -> Any:
+    """Reduce a value of a subclass of a container: the built-in type reads and makes it."""
+    kind = type(value)
+    items = list(dict.items(value) if base is dict else base.__iter__(value))
+    args = (kind, items) if base in _MADE_OF_ITEMS else (kind,)
+    return base.__new__, args, (items, object.__getstate__(value)), None, None, _put
+
+
+def _put(made: Any, state: tuple[Any, ...]) -> None:
+    items, attributes = state
+    for base, put in _PUT.items():
+        if isinstance(made, base):
+            put(made, items)
+    own, slots = attributes if type(attributes) is tuple else (attributes, None)
+    if own:
+        vars(made).update(own)
+    for name, part in (slots or {}).items():
+        object.__setattr__(made, name, part)
+
+
+_reduce = Registry.remember(_reduce_of)
 
 
 class Rebuild(pickle.Pickler):
@@ -144,48 +148,9 @@ class Rebuild(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         """Return how to copy an object of a type that is not built in."""
-        self.at = kind = type(value)
-        how = _how[kind]
-        if how.by_reduce:
-            reduce = copyreg.dispatch_table.get(kind)
-            said = value.__reduce_ex__(4) if reduce is None else reduce(value)
-            if not isinstance(said, tuple):
-                raise TypeError(f"its __reduce_ex__ names one global object, {said!r}")
-            if len(said) > 2 and type(said[2]) is dict:  # maybe the source's own: do not share it
-                said = (*said[:2], dict(said[2]), *said[3:])
-            return said
-        if how.ends:
-            raise TypeError("it has a __del__, and a second one like it would end the same twice")
-        items, base = [], how.base
-        if base is not object:
-            items = list(dict.items(value) if base is dict else base.__iter__(value))
-        args = (kind, items) if base in _MADE_OF_ITEMS else (kind,)
-        # The attributes; those in slots are apart. A metaclass may refuse to be asked for slots.
-        if walk.has_slots(kind):
-            state = object.__getstate__(value)
-        else:
-            state = object.__getattribute__(value, "__dict__")
-        attributes, slots = state if type(state) is tuple else (state, None)
-        if how.finish is not None and attributes is not None:
-            attributes = {
-                name: copy.copy(part) if type(part) in _COLLECTIONS else part
-                for name, part in attributes.items()
-            }
-        state = _PUT.get(base), items, attributes, slots
-        return base.__new__, args, state, None, None, _put
-
-
-def _put(made: Any, state: tuple[Any, ...]) -> None:
-    """Put the items and attributes into a new value."""
-    put, items, attributes, slots = state
-    if put is not None:
-        put(made, items)
-    if attributes is not None:
-        object.__getattribute__(made, "__dict__").update(attributes)
-    for name, part in (slots or {}).items():
-        object.__setattr__(made, name, part)
-    if (finish := _how[type(made)].finish) is not None:
-        finish(made)
+        self.at = type(value)
+        reduce = _reduce[self.at]
+        return NotImplemented if reduce is None else reduce(value)
 
 
 class _Loader(pickle.Unpickler):

@@ -110,7 +110,7 @@ LEAF: Final = "leaf"
 _registered: dict[type, Parts] = {}
 
 
-def register_parts(kind: type, parts: Parts = gc.get_referents) -> None:
+def register_parts(kind: type, parts: Parts) -> None:
     """Register the function that returns the parts of a type's values, also of its subclasses."""
     _registered[kind] = parts
     _found.clear()

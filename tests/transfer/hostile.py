@@ -130,26 +130,6 @@ class Unequal:
         return id(self)
 
 
-class _Meta(type):
-    def __call__(cls, *args: Any) -> Any:
-        raise TypeError("not to be called")
-
-    def __getattr__(cls, name: str) -> Any:
-        if name == "__wrapped__":  # asked by the collection of doctests
-            raise AttributeError(name)
-        raise ValueError(f"no {name}")
-
-
-class WithMeta(metaclass=_Meta):
-    part: Any
-
-
-def with_meta(part: Any) -> WithMeta:
-    made = object.__new__(WithMeta)
-    made.part = part
-    return made
-
-
 # How a value around some parts is made, by a name; the parts may be anything.
 def object_array(parts: Sequence[Any]) -> Any:
     made = np.empty(len(parts), dtype=object)
@@ -182,7 +162,6 @@ CONTAINERS: dict[str, Callable[[Sequence[Any]], Any]] = {
     "by reduce": lambda parts: ByReduce(*parts),
     "by state": lambda parts: ByState(parts[0]),
     "incomparable": lambda parts: Unequal(parts[0]),
-    "metaclass": lambda parts: with_meta(parts[0]),
     "dict not to be looked at": lambda parts: UnlookedDict(enumerate(parts)),
     "list not to be looked at": UnlookedList,
     "tagged set": lambda parts: TaggedSet(*map(Unequal, parts, range(len(parts)))),

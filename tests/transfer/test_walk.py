@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 from dask_devctx import Device
-from dask_devctx.transfer import device_of, location, nbytes_by_device, rebuild, to_device
+from dask_devctx.transfer import device_of, location, nbytes_by_device, to_device
 from tests.transfer.hostile import ByReduce, Thing
 from tests.transfer.shapes import array
 
@@ -155,40 +155,3 @@ def test_what_a_type_says_of_itself_is_asked_only_where_it_has_to_move() -> None
     assert (moved[0], moved[1]) == (on_host, here)
     assert moved[2].parts[0].device is Device(1)
     assert Counted.asked == 1
-
-
-class Owner:
-    """Owns its collections, as torch's modules do, and is not copied like its pickle."""
-
-    def __init__(self, *arrays: Any) -> None:
-        self.arrays = dict(enumerate(arrays))
-        self.hooks: dict[int, Any] = {}
-        self.step = 0
-
-    def __getstate__(self) -> Any:
-        raise AssertionError("it is copied from its attributes")
-
-
-class Child(Owner):
-    def __del__(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("kind", [Owner, Child])
-def test_a_registered_type_is_copied_from_its_attributes(kind: type) -> None:
-    def finish(made: Any) -> None:
-        made.step += 1
-
-    rebuild.register_copy(Owner, finish=finish)
-    x = array(0)
-    value = kind(x, "host")
-    value.me = [value, x]
-    moved = to_device(value, 1)
-    assert type(moved) is kind
-    assert moved.me[0] is moved
-    assert moved.me[1] is moved.arrays[0]
-    assert device_of(moved) is Device(1)
-    assert (moved.step, value.step) == (1, 0)
-    assert moved.hooks is not value.hooks
-    assert moved.arrays[1] == "host"
-    assert value.arrays[0] is value.me[1] is x

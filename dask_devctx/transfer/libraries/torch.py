@@ -7,7 +7,9 @@ with a history (``grad_fn``) still goes by ``to``, which keeps the history.
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from dask_devctx.transfer.ipc.parcel import Parcel, Part, Reduce
 from dask_devctx.transfer.libraries import Library, known
 from dask_devctx.transfer.location import Memory
 from dask_devctx.transfer.move import current_move, to_device
-from dask_devctx.transfer.rebuild import register_copy
+from dask_devctx.transfer.rebuild import reduced
 from dask_devctx.transfer.traffic import copy_bytes, is_dense
 
 # -- tensors
@@ -123,10 +125,19 @@ def _around(elements: Any, parameter: Any, device: object) -> Any:
 # -- modules, optimizers and schedulers: new ones hold the moved tensors, the source stays unchanged
 
 
-def _own_step(optimizer: Any) -> None:
-    """Let an optimizer step by its class: an LR scheduler's function would step the source."""
-    if hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched"):
-        del optimizer.step
+def _by_attributes(value: Any) -> Any:
+    """Reduce an object to its attributes: an optimizer's pickle lacks state that it needs."""
+    own = {
+        name: copy.copy(part) if type(part) in (dict, OrderedDict, set) else part
+        for name, part in vars(value).items()
+        # An optimizer steps by its class: an LR scheduler's function would step the source.
+        if not (name == "step" and hasattr(part, "_wrapped_by_lr_sched"))
+    }
+    return object.__new__, (type(value),), own, None, None, _set_attributes
+
+
+def _set_attributes(made: Any, attributes: dict[str, Any]) -> None:
+    vars(made).update(attributes)
 
 
 # -- packed: torch itself pickles a tensor around its storage. So every type and layout arrives that
@@ -210,6 +221,4 @@ LIBRARY = Library(
 )
 known(torch.Tensor, nbytes=_bytes, move=_to_device, host=_to_host, memory=_memory_of)
 known(torch.nn.Parameter, move=_parameter_to_device, host=_parameter_to_host)
-# A copy is made from the attributes: an optimizer's pickle lacks state that it needs.
-register_copy(torch.nn.Module)
-register_copy(torch.optim.Optimizer, finish=_own_step)
+reduced[torch.nn.Module] = reduced[torch.optim.Optimizer] = _by_attributes

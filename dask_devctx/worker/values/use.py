@@ -16,7 +16,6 @@ from dask_devctx.dask_internals.tasks import NODE_PARTS
 from dask_devctx.errors import DevctxError
 from dask_devctx.transfer import Stamp, nbytes_by_device, walk
 from dask_devctx.transfer.move import Move
-from dask_devctx.transfer.rebuild import register_copy
 from dask_devctx.worker.values.value import AWAY, Value
 
 if TYPE_CHECKING:
@@ -220,4 +219,4 @@ def may_hold_arrays(task: Any) -> bool:
 def register_nodes() -> None:
     """Register dask's nodes, so that arrays in them are found."""
     for kind, parts in NODE_PARTS.items():
-        register_copy(kind, parts)
+        walk.register_parts(kind, parts)
