@@ -30,8 +30,8 @@ def on_device(
         current, and :func:`~dask_devctx.task_devices` returns all. The calling process looks it up
         at each call, so a machine without that GPU can pass the function on.
     synchronize
-        Whether to wait for the device's work before a function or coroutine returns its result, and
-        before a generator yields an item.
+        Whether to wait for the device's work before a function returns its result, a generator
+        yields an item, and a coroutine waits for something else or returns.
 
     Returns
     -------

@@ -26,18 +26,8 @@ _Scope = AbstractContextManager[Any]
 
 def call(scope: _Scope, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Return ``fn(*args, **kwargs)``, run inside the scope, for any kind of function."""
-    if not isinstance(scope, Synchronized):
-        with scope:
-            result = fn(*args, **kwargs)
-        return within(scope, result)
-    with scope._scope:
-        try:
-            result = fn(*args, **kwargs)
-        except BaseException as error:
-            scope._wait(error)
-            raise
-        if not isinstance(result, SUSPENDED):  # its work is still to come
-            scope._wait(None)
+    with scope:
+        result = fn(*args, **kwargs)
     return within(scope, result)
 
 
@@ -67,10 +57,8 @@ def within(scope: _Scope, result: Any) -> Any:
     return outer
 
 
-def _close_unstarted(inner: Coroutine[Any, Any, Any]) -> None:
-    import inspect  # imported late: it takes longer than all other imports here together
-
-    if inspect.getcoroutinestate(inner) == inspect.CORO_CREATED:
+def _close_unstarted(inner: types.CoroutineType[Any, Any, Any]) -> None:
+    if not inner.cr_suspended:  # else the outer one ends it, in the scope
         inner.close()
 
 
@@ -97,21 +85,7 @@ def drive(scope: _Scope, inner: Any) -> Generator[Any, Any, Any]:
 @types.coroutine
 def awaiting(scope: _Scope, inner: Any) -> Generator[Any, Any, Any]:
     """Return an awaitable that awaits ``inner`` with the scope entered at each resume."""
-    if isinstance(scope, Synchronized):  # it waits at the end alone, not at each `await`
-        inner = _and_wait(scope, inner)
-        scope = scope._scope
     return (yield from drive(scope, inner))
-
-
-@types.coroutine
-def _and_wait(scope: Synchronized[Any], inner: Any) -> Generator[Any, Any, Any]:
-    try:
-        result = yield from inner
-    except BaseException as error:
-        scope._wait(error)
-        raise
-    scope._wait(None)
-    return result
 
 
 async def _coroutine(scope: _Scope, inner: Coroutine[Any, Any, T]) -> T:
@@ -184,9 +158,7 @@ class RunningScope(Scope):
 class Synchronized(Generic[S]):
     """A scope of a device or context that waits for its work: ``synchronized()`` returns it."""
 
-    # Reusable and reentrant on any thread, as the device itself: it has no state. A function that
-    # it runs waits before it returns its result, a generator before it yields an item; at an
-    # `await` there is no wait.
+    # Reusable and reentrant on any thread, as the device itself: it has no state.
 
     __slots__ = ("_scope",)
 
@@ -202,17 +174,6 @@ class Synchronized(Generic[S]):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> Literal[False]:
-        try:
-            self._wait(exc)
-        except BaseException as error:
-            self._scope.__exit__(type(error), error, error.__traceback__)
-            raise
-        return self._scope.__exit__(exc_type, exc, traceback)
-
-    def __repr__(self) -> str:
-        return f"{self._scope!r}.synchronized()"
-
-    def _wait(self, exc: BaseException | None) -> None:
         scope = self._scope
         try:
             # The body may have left another context current, which may be destroyed by now. The
@@ -220,5 +181,12 @@ class Synchronized(Generic[S]):
             if open_scopes()[-1:] == (scope,):
                 scope.set_current()
             scope.synchronize()
-        except DevctxError as error:
+        except BaseException as error:
+            if exc is None or not isinstance(error, DevctxError):
+                scope.__exit__(type(error), error, error.__traceback__)
+                raise
             raise_or_note(error, exc)
+        return scope.__exit__(exc_type, exc, traceback)
+
+    def __repr__(self) -> str:
+        return f"{self._scope!r}.synchronized()"

@@ -207,7 +207,6 @@ def test_a_coroutine_and_who_runs_in_between(way):
     async def steps():
         for _ in range(10):
             assert ordinal() == 1
-            assert way.waited(0)
             await asyncio.sleep(0)
         return "done"
 
@@ -221,7 +220,7 @@ def test_a_coroutine_and_who_runs_in_between(way):
     assert asyncio.run(main()) == "done"
     assert len(seen) >= 10
     assert set(seen) == {(None, ())}
-    assert way.waited(1)
+    assert way.waited(12)  # as often as it was left
 
 
 def test_a_coroutine_that_is_cancelled(way):
@@ -236,8 +235,7 @@ def test_a_coroutine_that_is_cancelled(way):
             log.append(ordinal())
 
     async def main():
-        for begins in (False, True):  # before it started, nothing is entered nor waited for
-            assert way.waited(0)
+        for begins in (False, True):
             task = asyncio.ensure_future(forever())
             if begins:
                 await asyncio.sleep(0)
@@ -249,7 +247,6 @@ def test_a_coroutine_that_is_cancelled(way):
     asyncio.run(main())
     gc.collect()  # nobody complains of a coroutine that was never awaited
     assert log == [1]
-    assert way.waited(1)
 
 
 def test_never_awaited_warns_once_with_its_own_name():
@@ -306,7 +303,7 @@ def test_generator(way):
     generator = way(echo)(log)
     assert next(generator) is None
     assert ordinal() is None  # left at the yield
-    assert way.waited(1)
+    assert way.waited(2)
     assert generator.send("a") == "a"
     assert generator.throw(KeyError("k")) == "caught k"
     with pytest.raises(StopIteration) as stopped:
@@ -314,7 +311,7 @@ def test_generator(way):
     assert stopped.value.value == "returned"
     assert log == [1, 1, 1, ("closed", 1)]
     assert open_scopes() == ()
-    assert way.waited(4)
+    assert way.waited(5)
 
 
 def test_a_generator_that_is_closed_or_dropped(way):
