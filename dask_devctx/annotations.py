@@ -71,13 +71,7 @@ def requested_device(
             return asked
     elif carried is None:
         return ANY_DEVICE if unannotated == "assign" else HOST_ONLY
-    return _carried(carried)
-
-
-def _carried(given: object) -> Request:
-    if isinstance(given, list | tuple):
-        return Request(tuple(given), len(given))
-    return _of_one(given)
+    return _of_one(carried)
 
 
 def _of_one(wanted: Any) -> Request:
@@ -116,10 +110,8 @@ def _read(annotations: Mapping[str, Any], carried: object) -> Request:
                 f"({SHARE}={share!r}, {MEMORY}={memory!r}). Leave one of them out"
             )
         return HOST_ONLY
-    if carried is not None and not asked.names:
-        held = _carried(carried)
-        if held.names and (DEVICES not in annotations or asked.number == held.number):
-            asked = held
+    if carried is not None and not asked.names and asked.number == 1:
+        asked = _of_one(carried)
     return Request(asked.names, asked.number, _share(share), _nbytes(memory))
 
 

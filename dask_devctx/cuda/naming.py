@@ -138,7 +138,9 @@ def among(name: Name, inventory: Inventory) -> tuple[DeviceInfo, ...]:
 
 
 def _not_a_name(which: object) -> TypeError:
-    return TypeError(f"a device is {ACCEPTED}; got {which!r} of type {type(which).__name__}")
+    said = f"a device is {ACCEPTED}; got {which!r} of type {type(which).__name__}"
+    several = ". Several are an annotation: dask.annotate(devices=[0, 1])"
+    return TypeError(said + several * isinstance(which, list | tuple))
 
 
 def _why_not(name: Name, found: Sequence[DeviceInfo], inventory: Inventory) -> str:
@@ -174,7 +176,7 @@ def _read_text(text: str) -> Name:
         return Name("pci", f"{int(match[1] or '0', 16):04x}:{match[2].lower()}")
     hint = f"A device is {ACCEPTED}"
     if several := listed(text):
-        hint = f"Several devices are a list: devices={several}, on_device({several}). {hint}"
+        hint = f"Several devices are an annotation: dask.annotate(devices={several}). {hint}"
     if text != text.strip():
         hint = f"It has blanks around it. {hint}"
     if text in (AUTO, NO_DEVICE):

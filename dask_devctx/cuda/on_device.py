@@ -1,18 +1,18 @@
-"""Functions that run on a device or several, and which devices a task has. It needs no dask."""
+"""Functions that run on a device, and which devices a task has. It needs no dask."""
 
 from __future__ import annotations
 
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, ClassVar, Generic, ParamSpec, Self, TypeVar
+from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.naming import refuse_no_name
-from dask_devctx.cuda.suspending import Synchronized, call
+from dask_devctx.cuda.suspending import call
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -26,9 +26,8 @@ def on_device(
     Parameters
     ----------
     which
-        Anything that :class:`~dask_devctx.Device` accepts, or a list of several: then the first is
-        current, and :func:`~dask_devctx.task_devices` returns all. The calling process looks it up
-        at each call, so a machine without that GPU can pass the function on.
+        Anything that :class:`~dask_devctx.Device` accepts. The calling process looks it up at each
+        call, so a machine without that GPU can pass the function on.
     synchronize
         Whether to wait for the device's work before a function returns its result, a generator
         yields an item, and a coroutine waits for something else or returns.
@@ -44,8 +43,6 @@ def on_device(
     TypeError
         The decorated object cannot be called, the device is missing, or ``which`` is of a type
         that names no device.
-    ValueError
-        The list is empty. On calling: the list names a device twice.
     DeviceNotFoundError
         ``which`` is a text that names no device on any machine. On calling: this process
         does not have the device.
@@ -70,13 +67,7 @@ def on_device(
     >>> where("here")
     ('here', 2)
     """
-    if isinstance(which, list | tuple):
-        which = list(which)  # the caller may change its own
-        if not which:
-            raise ValueError("on_device([]) names no device: give at least one, on_device([0, 1])")
-        for one in which:
-            refuse_no_name(one)
-    elif which is not None:
+    if which is not None:
         refuse_no_name(which)
 
     def decorate(fn: Callable[P, T]) -> DeviceFunction[P, T]:
@@ -104,13 +95,8 @@ class DeviceFunction(Generic[P, T]):
         self.synchronize = synchronize
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        scope: Any
-        if isinstance(self.which, list):
-            scope = Together([Device(one) for one in self.which])
-        else:
-            scope = Device(self.which)
-        if self.synchronize:
-            scope = Synchronized(scope)
+        device = Device(self.which)
+        scope = device.synchronized() if self.synchronize else device
         result: T = call(scope, self.__wrapped__, *args, **kwargs)
         return result
 
@@ -162,8 +148,7 @@ def task_devices() -> tuple[Device, ...]:
     -------
     tuple of Device
         One device for most tasks, several for a task with the annotation ``devices``, none for a
-        task with ``device=None``. Also the devices of a function that ``on_device([0, 1])``
-        decorates, wherever it is called.
+        task with ``device=None``.
 
     Raises
     ------
@@ -174,15 +159,6 @@ def task_devices() -> tuple[Device, ...]:
     -----
     A task knows its devices on its own thread and in its own coroutine. Give them to threads that
     it starts as an argument.
-
-    Examples
-    --------
-    >>> from dask_devctx import on_device
-    >>> @on_device([2, 3])
-    ... def where():
-    ...     return [device.device_id for device in task_devices()]
-    >>> where()
-    [2, 3]
     """
     found = _of_this_task.get()
     if found is None:
@@ -190,8 +166,7 @@ def task_devices() -> tuple[Device, ...]:
             return ()
         raise RuntimeError(
             "task_devices() works inside a task of a worker with DevicePlugin, on the task's own "
-            "thread, and inside a function of on_device([0, 1]). Here is neither. "
-            "Device.current() returns the current device anywhere"
+            "thread. Device.current() returns the current device anywhere"
         )
     return found if isinstance(found, tuple) else (found,)
 
@@ -221,35 +196,3 @@ def known_as_the_tasks(devices: Noted) -> Iterator[None]:
         yield
     finally:
         note_devices(before)
-
-
-class Together:
-    """A scope of several devices for one call: the first is current, the others are known."""
-
-    # Not reentrant: each call makes its own. A coroutine enters it at each resume.
-
-    def __init__(self, devices: Sequence[Device]) -> None:
-        self.devices = tuple(devices)
-        refuse_twice(self.devices)
-        self._before: Noted = None
-
-    def __enter__(self) -> Self:
-        self.devices[0].__enter__()
-        self._before = note_devices(self.devices)
-        return self
-
-    def __exit__(self, *error: Any) -> bool | None:
-        note_devices(self._before)
-        return self.devices[0].__exit__(*error)
-
-    def synchronize(self) -> None:
-        """Wait for the work of all of them."""
-        for device in self.devices:
-            device.synchronize()
-
-
-def refuse_twice(devices: Sequence[Device]) -> None:
-    """Refuse a list that names a device twice."""
-    if len(set(devices)) < len(devices):
-        named = ", ".join(map(str, devices))
-        raise ValueError(f"each of several devices is named once, got {named}")

@@ -10,7 +10,6 @@ from dask_devctx import driver
 from dask_devctx.annotations import ANY_DEVICE, Request, not_an_annotation
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
-from dask_devctx.cuda.on_device import refuse_twice
 from dask_devctx.errors import DevctxError, DeviceNotFoundError, nbytes_text
 from dask_devctx.worker.placement.admission import Admission, Claim
 from dask_devctx.worker.placement.policy import (
@@ -194,7 +193,9 @@ class Placement:
                 group.append(Device(name))
             except TypeError:
                 raise not_an_annotation(name) from None
-        refuse_twice(group)
+        if len(set(group)) < len(group):
+            named = ", ".join(map(str, group))
+            raise ValueError(f"each of several devices is named once, got {named}")
         if self._states.keys() >= set(group):
             return tuple(group)
         if len(group) > 1:  # other workers may have the rest

@@ -20,7 +20,6 @@ from dask_devctx import (
     DeviceNotFoundError,
     DevicePlugin,
     LocalDeviceCluster,
-    on_device,
     task_devices,
 )
 from dask_devctx.annotations import mistaken
@@ -189,8 +188,6 @@ async def test_to_the_worker_that_has_enough(client: Any, scheduler: Any, a: Any
     assert {address for address, _ in found} == {b.address}
     with dask.annotate(devices=[Device(2).uuid, Device(0).uuid]):
         assert await client.submit(worker_and_devices, 1) == (b.address, (2, 0))
-    carried = client.submit(on_device([Device(0).uuid, 2])(worker_and_devices), 2)
-    assert await carried == (b.address, (0, 2))
     with dask.annotate(devices="all"):
         found = await client.gather(client.map(worker_and_devices, range(20), pure=False))
     assert set(found) <= {(a.address, (3,)), (b.address, (0, 2))}

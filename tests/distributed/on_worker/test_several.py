@@ -22,7 +22,6 @@ from dask_devctx import (
     DevicePlugin,
     SimulatedArray,
     device_of,
-    on_device,
     task_devices,
 )
 from dask_devctx.worker.placement.policy import Candidate, choose_group
@@ -120,7 +119,6 @@ async def test_named_devices(client: Any) -> None:
         assert await client.submit(mine, key="a") == (3, 1)
     with dask.annotate(devices=[Device(2).uuid, "cuda:0"]):
         assert await client.submit(mine, key="b") == (2, 0)
-    assert await client.submit(on_device([1, 2])(mine), key="c") == (1, 2)
     with dask.annotate(devices=[1, "cuda:1"]), pytest.raises(ValueError, match="named once"):
         await client.submit(mine, key="d")
 
