@@ -38,7 +38,6 @@ def exchanging(transfers: PeerTransfers) -> Iterator[None]:
 
     Afterwards, transfers are dask's; those under way are completed.
     """
-    receive.register()
     worker, looking = transfers.worker, PeriodicCallback(transfers.give_back_unused, _LOOK_EVERY_MS)
     with ExitStack() as steps:
         steps.callback(transfers.end)

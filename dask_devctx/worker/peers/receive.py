@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import time
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 from distributed.comm import CommClosedError
 from distributed.core import clean_exception
-from distributed.protocol.serialize import register_serialization_family
 
 from dask_devctx.cuda.out_of_memory import allocated, clear_frames, is_out_of_memory
 from dask_devctx.dask_internals.connections import UNREAD, data_of
 from dask_devctx.errors import DevctxError, DriverError
-from dask_devctx.transfer.ipc.parcel import Header, unpack
+from dask_devctx.transfer.ipc.parcel import unpack
 from dask_devctx.transfer.ipc.receiving import Receiving
-from dask_devctx.worker.peers.transfers import FAMILY, QUICK_NBYTES, PeerTransfers
+from dask_devctx.worker.peers.transfers import QUICK_NBYTES, STAGED, PeerTransfers
 from dask_devctx.worker.peers.transport import SAYS
 
 logger = logging.getLogger(__name__)
@@ -28,27 +27,6 @@ Message = dict[str, Any]
 
 class ReadThroughHostError(CommClosedError):  # type: ignore[misc]
     """Values cannot be read from staging memory, and are to be asked for again."""
-
-
-class Arriving:
-    """A value of which only the part in host memory has arrived."""
-
-    def __init__(self, header: dict[str, Any], frames: Sequence[Any]) -> None:
-        self._parts = slice(header["first"], header["first"] + header["count"])
-        self._pickled, *buffers = frames
-        self._buffers = [
-            memoryview(buffer) if writeable else memoryview(buffer).toreadonly()
-            for buffer, writeable in zip(buffers, header["writeable"], strict=True)
-        ]
-
-    def completed(self, parts: Sequence[Any]) -> Any:
-        """Return the value, given all parts of its transfer."""
-        return unpack(self._pickled, self._buffers, parts[self._parts])
-
-
-def register() -> None:
-    """Let distributed unpack staged values; this lasts as long as the process."""
-    register_serialization_family(FAMILY, None, Arriving)
 
 
 async def ask(
@@ -132,22 +110,21 @@ async def _complete(local: PeerTransfers, address: str, msg: Message) -> None:
     Raise `ReadThroughHostError` if they are to be asked for again, and `CommClosedError` if a
     device failed: dask asks again, or asks another worker.
     """
-    data: dict[Hashable, Any] = msg["data"]
-    arriving = {key: value for key, value in data.items() if isinstance(value, Arriving)}
-    if not arriving:
+    if STAGED not in msg:
         return
-    begun = time.perf_counter()
-    header: Header = pickle.loads(msg.pop(FAMILY))
+    begun, data = time.perf_counter(), msg["data"]
+    header, arriving = msg.pop(STAGED)
     devices = {device.uuid: device for device in local.devices}
     device = devices.get(header.source, local.devices[0])
     receiving = Receiving(address, header, device, local.opened)
     unread: dict[Hashable, Exception] = {}
 
     def unpacked() -> None:
+        parts = iter(receiving.parts)
         with device:
-            for key, value in arriving.items():
+            for key, (count, pickled, buffers) in arriving.items():
                 try:
-                    data[key] = value.completed(receiving.parts)
+                    data[key] = unpack(pickled, buffers, [*islice(parts, count)])
                 except Exception as error:
                     unread[key] = error
 
@@ -175,7 +152,6 @@ async def _complete(local: PeerTransfers, address: str, msg: Message) -> None:
         if room is not None:
             room.give_room(device, receiving.nbytes)
     for key, why in unread.items():
-        del data[key]
         _could_not_be_read(key, why, address, failed=local.has_failed())
     if len(unread) < len(arriving):
         took, ends = time.perf_counter() - begun, (header.source, device.uuid)

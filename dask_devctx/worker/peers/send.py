@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, Final
 
 from distributed.comm import CommClosedError
-from distributed.protocol.serialize import Serialize, Serialized
+from distributed.protocol.serialize import Serialize
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import clear_frames, is_out_of_memory
@@ -20,7 +20,7 @@ from dask_devctx.transfer.events import is_captured, wait_for_captures
 from dask_devctx.transfer.ipc.parcel import Header, Parcel, pack
 from dask_devctx.transfer.ipc.sending import Sending
 from dask_devctx.worker.comms.device_types import are_few, find
-from dask_devctx.worker.peers.transfers import FAMILY, QUICK_NBYTES, PeerTransfers
+from dask_devctx.worker.peers.transfers import QUICK_NBYTES, STAGED, PeerTransfers
 from dask_devctx.worker.peers.transport import SAYS
 from dask_devctx.worker.values.store import Store
 from dask_devctx.worker.values.value import Value
@@ -209,21 +209,15 @@ def _work_of(local: PeerTransfers, values: Mapping[Hashable, Any], places: Place
 
 
 def _message(msg: Message, sending: Sending, parcels: Parcels) -> Message:
-    first = 0
-    data = dict(msg["data"])
-    for key, parcel in parcels.items():
-        header = {
-            "serializer": FAMILY,
-            "first": first,
-            "count": len(parcel.parts),
-            "writeable": [not buffer.readonly for buffer in parcel.buffers],
-        }
-        data[key] = Serialized(header, [parcel.pickled, *parcel.buffers])
-        first += len(parcel.parts)
     assert sending.place is not None
     parts = tuple(part.description for part in sending.parts)
     about = Header(sending.staging.device.uuid, parts, sending.place)
-    return {**msg, "data": data, FAMILY: pickle.dumps(about)}
+    packed = {
+        key: (len(parcel.parts), parcel.pickled, [*map(pickle.PickleBuffer, parcel.buffers)])
+        for key, parcel in parcels.items()
+    }
+    data = {key: value for key, value in msg["data"].items() if key not in parcels}
+    return {**msg, "data": data, STAGED: Serialize((about, packed))}
 
 
 def _on_devices(

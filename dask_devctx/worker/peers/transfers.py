@@ -26,8 +26,8 @@ from dask_devctx.worker.peers.transport import Transport
 if TYPE_CHECKING:
     from dask_devctx.worker.values.store import Store
 
-# The name of staged values among distributed's serializers, and of a message's entry about them.
-FAMILY: Final = "devctx-ipc"
+# The entry of a message with its staged values: where they are, and what of them is in host memory.
+STAGED: Final = "devctx-ipc"
 # Values up to this size change no thread, if their copies take only microseconds.
 QUICK_NBYTES: Final = 2**20
 _QUICK_S: Final = 300e-6
