@@ -83,7 +83,7 @@ class DeviceExtension:
             self.monitor = Monitor(
                 worker,
                 used,
-                Retries(used, options.oom_retries, self.history),
+                Retries(options.oom_retries, self.history),
                 synchronize=options.synchronize,
             )
             steps.callback(self.monitor.close)

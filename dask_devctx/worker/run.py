@@ -80,7 +80,6 @@ class DeviceRun(_Run, Claim, Guard):
     # Whether it has to wait for its slot. If not, it has begun for dask, and runs although it may
     # have been cancelled a moment ago.
     queued = True
-    is_again = False  # an attempt ran out of memory
     not_again = ""
     thread: int | None = None
     made: Value | None = None

@@ -141,7 +141,7 @@ class Runs:
         if wanted is ANY_DEVICE and placement.only is not None:
             devices = placement.only
         else:
-            devices = placement.place(wanted, inputs, self.monitor.retries.redirect(key))
+            devices = placement.place(wanted, inputs)
         # In the queue of its device it has dask's own priority, with one change. Among tasks of the
         # same user priority, tasks that use up an input that no other task waits for run first: the
         # device holds less data when they are done. Without this, a device fills up with the
@@ -159,7 +159,6 @@ class Runs:
             run.share = share_units(placement.share_of(wanted, devices[0]))
             run.nbytes = wanted.nbytes or 0
             run.slots = run.share / self._slot
-        run.movable = wanted is ANY_DEVICE
         if key in self._actors:
             self._actors.live_on(ts, devices)
         # Nothing fails from here on: what is counted now is counted until its end.

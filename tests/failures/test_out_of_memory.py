@@ -298,15 +298,6 @@ def test_a_copy_that_finds_no_memory_is_tried_again(
         assert (error.device, error.attempts) == ("cuda:1", 2)
 
 
-def test_inputs_are_brought_to_the_device_that_is_tried_next(
-    client: Client, machine: SimulatedMachine
-) -> None:
-    occupy(machine, 2 * NBYTES, 2 * NBYTES, 64 * NBYTES, 2 * NBYTES)
-    x = made_on(client, 0)
-    assert client.submit(allocate_beside, x, 4 * NBYTES).result(timeout=20) == (2, NBYTES)
-    assert out_of_memory(client) == {"cuda:0": 1}
-
-
 def test_room_is_made_when_what_reads_the_copies_is_done(
     client: Client, machine: SimulatedMachine
 ) -> None:

@@ -36,7 +36,8 @@ class Call:
     key: Hashable
     devices: tuple[Device, ...]
     is_task = False  # isolated tasks wait for tasks only, and tasks alone are tried again
-    movable = False  # whether it may be tried on another device
+    attempts = 0  # how often it ran out of memory
+    is_last = False  # whether it runs once more, with its device for itself
     isolated = 0  # the number of its isolated run; 0 for any other
     once = ""  # why it does not run again, while it runs and must not
     # Whether no isolated task waits for its end: it is no task, or may wait for others itself.

@@ -95,7 +95,6 @@ class Guard(Call):
     ) -> tuple[Any, BaseException | None]:
         """Return the call's result, and the exception that it ends with or None."""
         monitor, key, calls = self.monitor, self.key, self.monitor.calls
-        tried = monitor.retries.tried
         outcome: BaseException | None = None
         raised: BaseException | None = None
         result = None
@@ -105,7 +104,7 @@ class Guard(Call):
             while True:
                 outcome = raised = None
                 try:
-                    if self.is_task and (self.isolated or calls.turns or tried):
+                    if self.is_task and (self.isolated or self.is_last or calls.turns):
                         await self._turn()
                     if not self._begin():
                         continue
@@ -128,16 +127,12 @@ class Guard(Call):
                     outcome = self._blamed(self.devices[0], outcome, outcome)
                 calls.turns.discard(self)
                 if outcome is None:
-                    if tried:
-                        monitor.retries.forget(key)
                     return result, None
                 if monitor.failure is not None:
                     if not self.is_task and isinstance(outcome, Reschedule):
                         outcome = monitor.failure.error_for(self.not_again)
-                elif isinstance(outcome, Exception):
-                    make = partial(monitor.retries.make_room, self, outcome)
-                    outcome = await self._do(make) if is_out_of_memory(outcome) else make()
-                    del make
+                elif isinstance(outcome, Exception) and is_out_of_memory(outcome):
+                    outcome = await self._do(partial(monitor.retries.make_room, self, outcome))
                     if outcome is None:
                         await self._do(rejoin_if_seceded)
                         continue
@@ -154,8 +149,7 @@ class Guard(Call):
     async def _turn(self) -> None:
         """Wait until the call may begin, and where it is to run alone, for others to end."""
         calls, retries, device = self.monitor.calls, self.monitor.retries, self.devices[0]
-        is_last = retries.is_last(self.key)
-        alone = is_last or self.isolated > 0
+        alone = self.is_last or self.isolated > 0
         self.alone_on = device if alone and not self.isolated else None
         while not calls.took_turn(self, alone) or (alone and calls.has_to_wait(self)):
             self._refuse()
@@ -164,7 +158,7 @@ class Guard(Call):
         self.be_patient()
         if self.isolated:
             await self._do(self._drain)
-        if is_last:
+        if self.is_last:
             await self._do(partial(retries.clear, device))
 
     def _refuse(self) -> None:

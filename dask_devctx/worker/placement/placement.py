@@ -52,12 +52,10 @@ class Placement:
         self._turn = 0
         self._memory_read_at = float("-inf")
 
-    def place(
-        self, request: Request, inputs: Sequence[Value] = (), next_device: Device | None = None
-    ) -> tuple[Device, ...]:
+    def place(self, request: Request, inputs: Sequence[Value] = ()) -> tuple[Device, ...]:
         """Return the devices that a task runs on; ``inputs`` are read only if there is a choice."""
         if request is ANY_DEVICE:
-            return (next_device or choose(self._policy, self._candidates(inputs, self.devices)),)
+            return (choose(self._policy, self._candidates(inputs, self.devices)),)
         if request.names:
             group = self._named_group(request.names)
         else:

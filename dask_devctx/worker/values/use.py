@@ -56,9 +56,8 @@ class Use:
         spill = self._store.spill
         if self._devices:
             self.wanted = spill.expected.get(run.prefix, 0)
-            if run.is_again:
+            if run.attempts:
                 run.memory_s = perf_counter() - run.began_at  # for the attempt before
-            run.is_again = True
         if data:
             self.data = {}
             for one, value in data.items():
