@@ -15,7 +15,8 @@ from distributed import Worker
 
 from dask_devctx.config.options import Options, require_packages, rmm_options
 from dask_devctx.cuda.device import Device
-from dask_devctx.dask_internals.worker import metric
+from dask_devctx.cuda.on_device import on_device
+from dask_devctx.dask_internals.worker import metric, wrapped_handler
 from dask_devctx.worker.values.accounting import limit_nbytes
 
 # RMM allocates in units of this size, and refuses other sizes of a pool.
@@ -40,6 +41,8 @@ def allocating(worker: Worker, devices: Sequence[Device], options: Options) -> I
             for device in devices:
                 _use_rmm(steps, device, options, worker.name)
             steps.enter_context(metric(worker, "rmm", partial(_rmm_metric, devices)))
+            if len(devices) == 1:  # RMM's functions in client.run ask for the current resource
+                steps.enter_context(wrapped_handler(worker, "run", on_device(devices[0])))
         for library in options.rmm_allocator_external_lib_list or ():
             _use_rmm_in(steps, library)
         if options.allocator == "cupy-async":

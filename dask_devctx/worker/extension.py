@@ -25,7 +25,6 @@ from dask_devctx.worker.allocators import allocating
 from dask_devctx.worker.comms import in_place_of_the_first, landing_on, serialization
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.oom_retries import Retries
-from dask_devctx.worker.functions import functions_of_clients
 from dask_devctx.worker.metrics.history import remembering
 from dask_devctx.worker.metrics.prometheus import exposed
 from dask_devctx.worker.metrics.record import Record
@@ -108,7 +107,7 @@ class DeviceExtension:
             )
             steps.enter_context(exchanging(self.peers))
             self.monitor.retries.peers = self.peers
-            steps.enter_context(exposed(self.record, self.monitor, traffic.rows))
+            steps.enter_context(exposed(self.record, traffic.rows))
             if used:
                 self.store = steps.enter_context(
                     storing(
@@ -147,7 +146,6 @@ class DeviceExtension:
             if used:
                 threads, part = options.cpu_threads, len(used) / max(len(devices()), len(used))
                 steps.enter_context(threads_without_a_device(worker, threads, part))
-            steps.enter_context(functions_of_clients(worker, self.monitor, used, options))
             steps.enter_context(short_collections(worker))
             steps.enter_context(self.runs.executing())
             self._steps = steps.pop_all()

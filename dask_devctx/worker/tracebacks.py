@@ -1,4 +1,4 @@
-"""The errors of failed tasks: their tracebacks begin with the task's code, notes have remedies."""
+"""The errors of failed tasks: their tracebacks begin with the task's code."""
 
 from __future__ import annotations
 
@@ -11,21 +11,6 @@ from dask_devctx.errors import DevctxError
 
 # The modules that call a task.
 _ON_THE_WAY: Final = ("dask_devctx.", "dask._task_spec")
-_READ_ONLY: Final = (
-    "If this is an input of the task: other tasks may use it too. Write x = x + 1 instead of "
-    "x += 1, or change a copy of your own: x.copy() in host memory, "
-    "dask_devctx.to_device(x, Device.current(), copy=True) on a device"
-)
-# Remedies for errors that a task meets because it runs on a worker: by a part of their text.
-_REMEDIES: Final = {
-    "daemonic processes are not allowed to have children": (
-        "A worker with a nanny may not start processes. Allow it before the cluster starts, "
-        'dask.config.set({"distributed.worker.daemon": False}), and start them by "spawn", as in '
-        'multiprocessing.get_context("spawn")'
-    ),
-    "output array is read-only": _READ_ONLY,
-    "assignment destination is read-only": _READ_ONLY,
-}
 
 
 class BeginsWithTheTask:
@@ -76,11 +61,3 @@ def of_the_user(error: BaseException) -> TracebackType | None:
     while step and step.tb_frame.f_globals.get("__name__", "").startswith(_ON_THE_WAY):
         step = step.tb_next
     return step
-
-
-def name_remedy(error: BaseException) -> None:
-    """Add a note with the remedy to a task's error, if one is known."""
-    if isinstance(error, AssertionError | ValueError):
-        for text, remedy in _REMEDIES.items():
-            if text in str(error):
-                error.add_note(remedy)

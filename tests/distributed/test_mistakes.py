@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import re
 import subprocess
 from pathlib import Path
@@ -13,7 +12,6 @@ from distributed import Client
 
 from dask_devctx import (
     LocalDeviceCluster,
-    SimulatedArray,
     VisibleDevicesError,
     driver,
     on_device,
@@ -28,42 +26,6 @@ from tests.python import python
 def run_script(path: Path, text: str) -> subprocess.CompletedProcess[str]:
     path.write_text("from dask_devctx import LocalDeviceCluster\n" + text)
     return python(str(path))
-
-
-def _starts_a_process() -> None:
-    multiprocessing.get_context("spawn").Process(target=print).start()
-
-
-def _adds_in_place(x: SimulatedArray) -> None:
-    x += 1
-
-
-def _writes_in_place(x: SimulatedArray) -> None:
-    x[0] = 1
-
-
-async def _adds_later(x: SimulatedArray) -> None:
-    _adds_in_place(x)
-
-
-def test_errors_of_python_and_numpy_have_a_note_with_the_remedy() -> None:
-    with started(n_workers=1, devices=[0, 1], processes=True) as client:
-        with dask.annotate(device=1):
-            x = client.submit(SimulatedArray, (3,), pure=False)
-        with dask.annotate(device=0):
-            process = client.submit(_starts_a_process)
-            in_place = [
-                client.submit(one, x) for one in (_adds_in_place, _writes_in_place, _adds_later)
-            ]
-        error = process.exception(timeout=30)
-        assert str(error) == "daemonic processes are not allowed to have children"
-        assert "distributed.worker.daemon" in error.__notes__[0]
-        for future in in_place:
-            error = future.exception(timeout=30)
-            assert isinstance(error, ValueError)
-            assert "read-only" in str(error)
-            (note,) = error.__notes__
-            assert "to_device(x, Device.current(), copy=True)" in note
 
 
 # -- item i on device i

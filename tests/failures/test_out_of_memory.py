@@ -169,22 +169,6 @@ def test_as_often_as_the_plugin_says(
     assert error.__notes__[0].startswith(f"This task calls {task.__name__} in {__file__}, line")
 
 
-def run_out_with_what_cannot_be_sent() -> None:
-    class OutOfMemoryError(RuntimeError):
-        def __reduce__(self) -> tuple[object, ...]:
-            raise TypeError("cannot be pickled")
-
-    OutOfMemoryError.__module__ = "torch"
-    raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-
-def test_a_cause_that_cannot_be_sent_does_not_take_the_error_with_it(client: Client) -> None:
-    error = client.submit(run_out_with_what_cannot_be_sent).exception(timeout=20)
-    assert isinstance(error, DeviceOutOfMemoryError)
-    assert error.requested_nbytes == 2 * GIB
-    assert "CUDA out of memory" in str(error.__cause__)
-
-
 class Greedy:
     def take(self, nbytes: int) -> None:
         raise DeviceMemoryError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", 2, "out of memory")

@@ -168,20 +168,6 @@ def test_a_method_beside_a_task_that_breaks_the_device_is_not_run_again(
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_who_breaks_the_device_with_client_run_is_told(apart: Client) -> None:
-    before = worker_pid(apart)
-    with dask.annotate(device=1):
-        done = apart.submit(where_slowly, 1)
-        wait(done)
-    time.sleep(1.5)  # its work is known to be done
-    with pytest.raises(DeviceFailedError) as caught:
-        apart.run(write_to_an_illegal_address)
-    (suspect,) = caught.value.suspects
-    assert suspect.startswith("a function of client.run")
-    assert done.result(timeout=30)[0] == 1
-    assert worker_pid(apart) != before
-
-
 def test_the_traceback_is_that_of_the_task(apart: Client) -> None:
     bad = apart.submit(write_to_an_illegal_address)
     assert isinstance(bad.exception(timeout=30), DeviceFailedError)

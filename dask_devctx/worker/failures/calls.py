@@ -152,7 +152,6 @@ class Work:
         self.numbers = itertools.count(1)
         # The tasks that ended, and when: by the next one of the numbers.
         self.left: deque[tuple[int, Hashable]] = deque(maxlen=_REMEMBERED)
-        self.left_behind = 0
         self._calls = calls
         self._event: Event | None = None
         self._marked = 0  # the number at which the event was recorded; 0 if it is not
@@ -200,19 +199,6 @@ class Work:
             calls.look()
         finally:
             self._looking.release()
-
-    def take_back(self, key: Hashable) -> None:
-        """Make the device current again: a task left another context behind."""
-        with self._looking:
-            self.left_behind += 1
-        if self.left_behind == 1:
-            logger.warning(
-                "the task %r changed the current CUDA context on %s and did not restore it. It did "
-                "no harm: the earlier context was restored. 'with Device(n):' restores the context "
-                "by itself. Prometheus counts further tasks (dask_devctx_failures_total)",
-                *(key, self.device),
-            )
-        self.device.set_current()
 
 
 class _Works(dict[Device, Work]):

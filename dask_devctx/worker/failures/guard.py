@@ -18,8 +18,7 @@ from dask_devctx.driver import statuses
 from dask_devctx.errors import DriverError
 from dask_devctx.worker.failures.calls import Call
 from dask_devctx.worker.failures.monitor import Monitor
-from dask_devctx.worker.failures.oom_retries import portable
-from dask_devctx.worker.tracebacks import name_remedy, of_the_task
+from dask_devctx.worker.tracebacks import of_the_task
 
 _POLL_S: Final = 0.02  # many tasks may wait for their turn on one event loop
 _CURRENT: Final = nullcontext()
@@ -136,9 +135,7 @@ class Guard(Call):
                     if outcome is None:
                         await self._do(rejoin_if_seceded)
                         continue
-                if outcome is raised and raised is not None:
-                    name_remedy(raised)
-                else:
+                if outcome is not raised:
                     outcome.__context__ = None  # its cause says the same, and is sent to the client
                 return None, outcome
         finally:
@@ -232,7 +229,7 @@ class Guard(Call):
                     with scope:
                         work = calls.works[device]
                         if current and device._backend.calls.current() != device._handle:
-                            work.take_back(self.key)  # else no look finds a failure
+                            device.set_current()  # a task left another: no look finds a failure
                         if self.synchronizes:
                             work.wait()
                         else:
@@ -258,5 +255,5 @@ class Guard(Call):
         """Return the exception of a call that noticed a failure."""
         blamed = self.monitor.noticed(self, device, found)
         blamed.__traceback__ = cause.__traceback__ = of_the_task(cause)
-        blamed.__cause__ = portable(cause)
+        blamed.__cause__ = cause
         return blamed

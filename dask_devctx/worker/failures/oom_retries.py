@@ -7,8 +7,6 @@ import threading
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from distributed.protocol.pickle import dumps, loads
-
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import release_caches, requested_nbytes
@@ -60,7 +58,7 @@ class Retries:
             call.attempts,
             *((None, {}) if self.store is None else self.store.spill.stock(error, device)),
         )
-        failure.__cause__ = portable(error)
+        failure.__cause__ = error
         if not call.is_task:
             failure.add_note(
                 "A method of an actor is not tried again: it may have changed the actor's state"
@@ -89,15 +87,6 @@ def _fits(requested: int | None, device: Device) -> bool:
     """Return whether a device has so much memory at all; else it is freed in vain."""
     total = _memory_info(device)[1]
     return requested is None or total is None or requested <= total
-
-
-def portable(error: BaseException) -> BaseException:
-    """Return an exception that can be sent to the client; one that cannot is replaced."""
-    try:
-        loads(dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__module__}.{type(error).__qualname__}: {error}")
-    return error
 
 
 def _memory_info(device: Device) -> tuple[int | None, int | None]:

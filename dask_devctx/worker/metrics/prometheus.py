@@ -13,7 +13,6 @@ from importlib.util import find_spec
 from typing import Any, Final
 
 from dask_devctx.scheduler.rows import OF_A_DEVICE, OF_A_WORKER, memory_field
-from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.metrics.record import Record
 
 PREFIX: Final = "dask_devctx"
@@ -28,7 +27,7 @@ _COUNTERS: Final = {
     ),
     "transfer_bytes": ("The bytes that moved.", ("source", "destination", "transport")),
     "transfers": ("The values that moved.", ("source", "destination", "transport")),
-    "failures": ("The failures of a device and of its memory.", ("device", "kind")),
+    "failures": ("The failures of its memory.", ("device", "kind")),
     "spilled_bytes": ("The bytes of values that left the device.", ("device",)),
 }
 _GAUGES: Final = {
@@ -38,15 +37,13 @@ _GAUGES: Final = {
     "device_info": ("The device.", ("device", "device_id", "name")),
 }
 
-# A worker's counts: its record, its failures, and a row for each source, destination and way.
-_Source = tuple[Record, Monitor, Callable[[], list[dict[str, Any]]]]
-_sources: list[_Source] = []
+_Transfers = Callable[[], list[dict[str, Any]]]
+# A worker's counts: its record, and a row for each source, destination and transport.
+_sources: list[tuple[Record, _Transfers]] = []
 
 
 @contextmanager
-def exposed(
-    record: Record, monitor: Monitor, transfers: Callable[[], list[dict[str, Any]]]
-) -> Iterator[None]:
+def exposed(record: Record, transfers: _Transfers) -> Iterator[None]:
     """While it is open, the counts of a worker are on the page ``/metrics`` of its process."""
     if find_spec("prometheus_client") is None:
         yield
@@ -55,7 +52,7 @@ def exposed(
 
     if not _sources:
         REGISTRY.register(_collector)
-    source = record, monitor, transfers
+    source = record, transfers
     _sources.append(source)
     try:
         yield
@@ -98,9 +95,7 @@ def _families() -> dict[str, Any]:
     }
 
 
-def _values(
-    record: Record, monitor: Monitor, transfers: Callable[[], list[dict[str, Any]]]
-) -> Iterator[tuple[str, tuple[str, ...], Any]]:
+def _values(record: Record, transfers: _Transfers) -> Iterator[tuple[str, tuple[str, ...], Any]]:
     """Yield a worker's values: the family, the labels and the number of each."""
     for row in record.rows():
         uuid = row["uuid"]
@@ -124,5 +119,3 @@ def _values(
         ends = row["source"], row["destination"], row["transport"]
         yield "transfer_bytes", ends, row["nbytes"]
         yield "transfers", ends, row["copies"]
-    for work in monitor.calls.all_work():
-        yield "failures", (work.device.uuid, "context-left-behind"), work.left_behind
