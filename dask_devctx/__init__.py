@@ -22,7 +22,6 @@ from dask_devctx.errors import (
     DevicesInUseError,
     DriverError,
     DriverUnavailableError,
-    LockDirectoryError,
     UnsupportedDaskError,
     VisibleDevicesError,
 )
@@ -55,7 +54,6 @@ __all__ = [
     "DriverUnavailableError",
     "Limit",
     "LocalDeviceCluster",
-    "LockDirectoryError",
     "PrimaryContext",
     "SimulatedArray",
     "UnsupportedDaskError",

@@ -235,27 +235,6 @@ class DeviceScopeError(DevctxError):
 # -- a worker or cluster that cannot have devices for itself
 
 
-class LockDirectoryError(DevctxError):
-    """The directory of the device locks is unsafe, or cannot be used.
-
-    Parameters
-    ----------
-    path
-        The directory, or the file in it.
-    reason
-        What is wrong with it.
-    """
-
-    path: str
-    reason: str
-
-    def __str__(self) -> str:
-        return (
-            f"devices cannot be shared out: {self.path} {self.reason}. Remove or repair it, or "
-            "name another directory with the configuration devctx.lock-directory"
-        )
-
-
 class DevicesInUseError(DevctxError):
     """A worker, or a cluster that starts, wants more devices for itself than are free.
 

@@ -25,9 +25,10 @@ from dask_devctx.graph.keep import keep_annotations
 from dask_devctx.worker.comms import serialization
 from dask_devctx.worker.extension import DeviceExtension
 from dask_devctx.worker.leases import registration
-from dask_devctx.worker.leases.share import DeviceShare, held_devices, starts_alone
+from dask_devctx.worker.leases.locks import held_devices
+from dask_devctx.worker.leases.share import DeviceShare
 
-__all__ = ["DevicePlugin", "held_devices", "starts_alone"]
+__all__ = ["DevicePlugin", "held_devices"]
 
 
 @takes_options

@@ -21,10 +21,6 @@ CASES = {
     errors.DeviceMemoryError(
         "cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", 2, "", 300_000_000
     ): "cuMemAlloc failed with CUDA_ERROR_OUT_OF_MEMORY (2) (286.1 MiB asked for)",
-    errors.LockDirectoryError(
-        "/locks", "is a link"
-    ): "devices cannot be shared out: /locks is a link. Remove or repair it, or name another "
-    "directory with the configuration devctx.lock-directory",
     errors.UnsupportedDaskError(
         "distributed.worker.X", "2030.1.0", "2030.1.1", "0.1.0"
     ): "dask-devctx 0.1.0 uses distributed.worker.X, which is not in dask 2030.1.0 and "

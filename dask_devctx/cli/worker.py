@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +13,7 @@ from distributed.cli.dask_worker import main as dask_worker
 
 from dask_devctx.cli.connection import said, scheduler_address
 from dask_devctx.client.arguments import NOT_NEEDED
-from dask_devctx.client.layout import Layout, lay_out
+from dask_devctx.client.layout import lay_out
 from dask_devctx.config.checks import RMM, flag, key_of
 from dask_devctx.config.options import (
     OPTION_NAMES,
@@ -28,7 +25,6 @@ from dask_devctx.config.options import (
     require_ucx,
     text_of,
 )
-from dask_devctx.plugin import held_devices, starts_alone
 
 _HELP = """Start workers on this machine, which use its GPUs.
 
@@ -52,9 +48,6 @@ Examples:
 
 # dask's options that have another meaning or default here.
 _OURS_TOO: Final = {"n_workers", "nthreads"}
-# For so long, and so often, the command looks whether its workers have their devices.
-_START_S: Final = 60.0
-_LOOK_S: Final = 0.2
 # An option that is a function has no text.
 _IN_PYTHON_ONLY: Final = {"policy"}
 # The help shows these options first.
@@ -99,51 +92,29 @@ def _run(**given: Any) -> None:
     if address is None and not Path(given["scheduler_file"]).exists():
         file = given["scheduler_file"]
         click.echo(f"Waiting for {file}, which dask scheduler --scheduler-file writes", err=True)
-    with starts_alone() as started:
-        with said():
-            if is_ucx(given["protocol"]):
-                require_ucx(given["protocol"])
-            read = _read(own)
-            settings = {f"devctx.{key_of(name)}": value for name, value in read.items()}
-            if method:
-                settings["distributed.worker.multiprocessing-method"] = method
-            with dask.config.set(settings):
-                options = Options(**read)
-                require_packages(options)
-                layout = lay_out(options, n_workers, processes=given["nanny"])
-        if layout.held:
-            names = ", ".join(map(str, layout.free))
-            text = f"The workers use the devices that are free, {names}: {layout.held}"
-            click.echo(text, err=True)
-        settings |= {f"devctx.{key_of(name)}": value for name, value in layout.options.items()}
-        given["nthreads"] = given["nthreads"] or layout.nthreads
-        if given["memory_limit"] == "auto":
-            given["memory_limit"] = layout.memory_limit
-        given["preload"] = ("dask_devctx", *given["preload"])
-        assert dask_worker.callback is not None
-        with dask.config.set(settings), said(), _when_taken(layout, started):
-            dask_worker.callback(**given, n_workers=str(layout.n_workers))
-
-
-@contextmanager
-def _when_taken(layout: Layout, started: Callable[[], None]) -> Iterator[None]:
-    """Call a function as soon as the workers that start inside have their devices."""
-    wanted = 0 if layout.given.shared else layout.n_workers * layout.per_worker
-    ended, until = threading.Event(), time.monotonic() + _START_S
-
-    def look() -> None:
-        while len(held_devices(layout.free)) < wanted and time.monotonic() < until:
-            if ended.wait(_LOOK_S):
-                break
-        started()
-
-    looking = threading.Thread(target=look)
-    looking.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        looking.join()
+    with said():
+        if is_ucx(given["protocol"]):
+            require_ucx(given["protocol"])
+        read = _read(own)
+        settings = {f"devctx.{key_of(name)}": value for name, value in read.items()}
+        if method:
+            settings["distributed.worker.multiprocessing-method"] = method
+        with dask.config.set(settings):
+            options = Options(**read)
+            require_packages(options)
+            layout = lay_out(options, n_workers, processes=given["nanny"])
+    if layout.held:
+        names = ", ".join(map(str, layout.free))
+        text = f"The workers use the devices that are free, {names}: {layout.held}"
+        click.echo(text, err=True)
+    settings |= {f"devctx.{key_of(name)}": value for name, value in layout.options.items()}
+    given["nthreads"] = given["nthreads"] or layout.nthreads
+    if given["memory_limit"] == "auto":
+        given["memory_limit"] = layout.memory_limit
+    given["preload"] = ("dask_devctx", *given["preload"])
+    assert dask_worker.callback is not None
+    with dask.config.set(settings), said():
+        dask_worker.callback(**given, n_workers=str(layout.n_workers))
 
 
 def _read(given: Mapping[str, Any]) -> dict[str, Any]:

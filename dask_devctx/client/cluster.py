@@ -6,7 +6,7 @@ import copy
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from dask_devctx.config.options import OPTION_NAMES, Options, require_packages, 
 from dask_devctx.cuda.device import devices
 from dask_devctx.dask_internals.scheduler import WatchedCluster, add_plugin, add_worker_plugin
 from dask_devctx.errors import DevicesInUseError
-from dask_devctx.plugin import DevicePlugin, starts_alone
+from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.routing import DeviceRouting
 
 logger = logging.getLogger(__name__)
@@ -110,35 +110,28 @@ class LocalDeviceCluster(WatchedCluster):
         elif both := [n for n, value in {**given, **settings}.items() if value is not None]:
             raise TypeError(f"give either a plugin or its options, got both: {', '.join(both)}")
         require_packages(plugin.options)
-        # An asynchronous cluster starts later, and must not hold the event loop up now.
-        waits = not (plugin.options.shared or n_workers == 0 or kwargs.get("asynchronous"))
-        with starts_alone() if waits else nullcontext():
-            processes = kwargs.get("processes") is not False
-            self._layout = layout = lay_out(plugin.options, n_workers, processes=processes)
-            if layout.held:
-                names = ", ".join(map(str, layout.free)) or "none now"
-                logger.warning(
-                    "This cluster uses devices that are free, %s: %s", names, layout.held
-                )
-            plugin = copy.copy(plugin)
-            plugin.options = replace(plugin.options, **layout.options)
-            plugin.is_required = True  # no worker of this cluster runs tasks without devices
-            self._plugin = plugin
-            self._routing = DeviceRouting()
-            if threads_per_worker is None:
-                threads_per_worker = layout.nthreads
-            if "memory_limit" not in kwargs:
-                kwargs["memory_limit"] = layout.memory_limit
-            # A plugin that is registered later leaves the devices as they are.
-            if has_nannies(kwargs):
-                kwargs["config"] = _configuration(plugin.options, kwargs.get("config") or {})
-            n_workers = layout.n_workers
-            try:
-                super().__init__(
-                    n_workers=n_workers, threads_per_worker=threads_per_worker, **kwargs
-                )
-            except DevicesInUseError as error:  # others took devices meanwhile
-                raise error.with_traceback(None) from None  # dask's own frames tell a user nothing
+        processes = kwargs.get("processes") is not False
+        self._layout = layout = lay_out(plugin.options, n_workers, processes=processes)
+        if layout.held:
+            names = ", ".join(map(str, layout.free)) or "none now"
+            logger.warning("This cluster uses devices that are free, %s: %s", names, layout.held)
+        plugin = copy.copy(plugin)
+        plugin.options = replace(plugin.options, **layout.options)
+        plugin.is_required = True  # no worker of this cluster runs tasks without devices
+        self._plugin = plugin
+        self._routing = DeviceRouting()
+        if threads_per_worker is None:
+            threads_per_worker = layout.nthreads
+        if "memory_limit" not in kwargs:
+            kwargs["memory_limit"] = layout.memory_limit
+        # A plugin that is registered later leaves the devices as they are.
+        if has_nannies(kwargs):
+            kwargs["config"] = _configuration(plugin.options, kwargs.get("config") or {})
+        n_workers = layout.n_workers
+        try:
+            super().__init__(n_workers=n_workers, threads_per_worker=threads_per_worker, **kwargs)
+        except DevicesInUseError as error:  # others took devices meanwhile
+            raise error.with_traceback(None) from None  # dask's own frames tell a user nothing
 
     def __repr__(self) -> str:
         plugins = {} if self.scheduler is None else self.scheduler.plugins

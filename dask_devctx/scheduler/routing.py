@@ -27,7 +27,7 @@ from dask_devctx.dask_internals import check_scheduler
 from dask_devctx.dask_internals import scheduler as internals
 from dask_devctx.dask_internals.connections import answering
 from dask_devctx.dask_internals.shuffles import lead_outputs
-from dask_devctx.errors import DevctxError, DevicesInUseError, LockDirectoryError
+from dask_devctx.errors import DevctxError, DevicesInUseError
 from dask_devctx.scheduler.cluster import Cluster, WorkerDevices
 from dask_devctx.scheduler.dashboard import device_pages
 from dask_devctx.scheduler.history import DeviceHistory
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 # The errors with which a worker leaves that could not take its devices.
 _REFUSALS: Mapping[str, Callable[..., Exception]] = {
-    kind.__name__: kind for kind in (DevicesInUseError, LockDirectoryError, DevctxError)
+    kind.__name__: kind for kind in (DevicesInUseError, DevctxError)
 }
 # The entries of an event that tells of a failure.
 _IS_FAILURE = {"action": ACTION, "protocol": PROTOCOL}

@@ -20,7 +20,7 @@ from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, SimulatedArray
 from dask_devctx.config.checks import key_of
 from dask_devctx.config.options import SETTINGS, fold_rmm
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.worker.leases.share import take
+from dask_devctx.worker.leases.locks import take
 
 
 class Lease(ExitStack):

@@ -1,8 +1,8 @@
-"""Locks that end with their process: files in a directory that only this user can write.
+"""Locks of devices: files in a directory that only this user can write.
 
 An open file, not a process, holds a ``flock``. So two workers of one process exclude each other as
 two processes do, and the kernel frees a lock when its file is closed, also after a crash. No
-function here waits.
+function here waits. A lock's note names its process, its worker and its cluster.
 """
 
 from __future__ import annotations
@@ -10,23 +10,18 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import socket
 import stat
 import tempfile
-import weakref
+from collections.abc import Iterable
 from pathlib import Path
+from urllib.parse import quote
 
-from dask_devctx.errors import LockDirectoryError
+from dask_devctx import config
+from dask_devctx.cuda.device import Device
+from dask_devctx.errors import DevctxError
 
 _NOTE_NBYTES = 512
-
-
-def default_directory() -> Path:
-    """Return the directory of this user's locks, ``/tmp/dask-devctx-<uid>``."""
-    # It depends only on the user: processes with different directories do not exclude each other.
-    # Under many batch systems, each job has its own TMPDIR. XDG_RUNTIME_DIR is set in a login
-    # session but not in a service. systemd-tmpfiles does not delete locked files.
-    place = "/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir()
-    return Path(place) / f"dask-devctx-{os.geteuid()}"
 
 
 class Lock:
@@ -34,7 +29,6 @@ class Lock:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        _open_locks.add(self)
 
     def close(self) -> None:
         """Free the lock, as the end of its process does; a second call does nothing."""
@@ -43,83 +37,85 @@ class Lock:
             fcntl.flock(fd, fcntl.LOCK_UN)  # a forked child may have the file open
             os.close(fd)
 
-    def _leave_to_parent(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)  # an unlock here would free the parent's
-            self._fd = -1
 
+def take(device: Device, holder: str) -> Lock | None:
+    """Lock a device for a holder; None if another one has it, or looks just now who has it.
 
-def take(path: Path, name: str, note: str) -> Lock | None:
-    """Take a lock in a directory, and leave a note about the holder; None if it is held.
-
-    A :func:`holder` that looks just now keeps it, too: it may be free a moment later. This raises
-    :class:`LockDirectoryError` where others could write, or where the directory is a link.
+    This raises :class:`DevctxError` where others could write, or where the directory is a link.
     """
-    fd = _opened(path, name)
+    fd = _opened(device)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
         return None
+    note = f"pid {os.getpid()} on {socket.gethostname()}, {holder}"
     os.ftruncate(fd, 0)
     os.pwrite(fd, note.encode()[:_NOTE_NBYTES], 0)
     return Lock(fd)
 
 
-def holder(path: Path, name: str) -> str | None:
-    """Return the note of a lock's holder; None if nobody holds it."""
-    fd = _opened(path, name)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        fcntl.flock(fd, fcntl.LOCK_UN)
-    except BlockingIOError:
-        return os.pread(fd, _NOTE_NBYTES, 0).decode(errors="replace")
-    finally:
-        os.close(fd)
-    return None
+def held_devices(devices: Iterable[Device]) -> dict[Device, str]:
+    """Return the devices that workers on this machine hold, with the workers."""
+    held: dict[Device, str] = {}
+    for device in devices:
+        fd = _opened(device)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        except BlockingIOError:
+            held[device] = os.pread(fd, _NOTE_NBYTES, 0).decode(errors="replace")
+        finally:
+            os.close(fd)
+    return held
 
 
-def _opened(path: Path, name: str) -> int:
-    """Return a lock's file, open."""
+def directory() -> Path:
+    """Return the directory of this user's locks, by default ``/tmp/dask-devctx-<uid>``."""
+    if configured := config.get("lock-directory"):
+        return Path(configured)
+    # It depends only on the user: processes with different directories do not exclude each other.
+    # Under many batch systems, each job has its own TMPDIR. XDG_RUNTIME_DIR is set in a login
+    # session but not in a service. systemd-tmpfiles does not delete locked files.
+    place = "/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir()
+    return Path(place) / f"dask-devctx-{os.geteuid()}"
+
+
+def _opened(device: Device) -> int:
+    """Return the file of a device's lock, open."""
     # Any user may make a directory in /tmp: only this user's own is trusted. Files are opened
     # relative to the checked directory, and never through a symbolic link.
     flags = os.O_NOFOLLOW | os.O_CLOEXEC
+    at = path = directory()
     try:
         # Only the last directory gets this mode; its parents are made as usual.
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(0o700, exist_ok=True)
-        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | flags)
+        opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | flags)
+        try:
+            found, uid = os.fstat(opened), os.geteuid()
+            if found.st_uid != uid:
+                raise _unusable(
+                    path, f"belongs to user {found.st_uid}, and {uid} runs this process"
+                )
+            if found.st_mode & 0o022:
+                mode = f"{stat.S_IMODE(found.st_mode):04o}"
+                raise _unusable(path, f"can be written by others, its mode is {mode}")
+            name = quote(device.uuid, safe="") + ".lock"
+            at = path / name
+            return os.open(name, os.O_RDWR | os.O_CREAT | flags, 0o600, dir_fd=opened)
+        finally:
+            os.close(opened)
     except OSError as error:
-        raise LockDirectoryError(str(path), _why_not_opened(error)) from error
-    try:
-        found, uid = os.fstat(directory), os.geteuid()
-        if found.st_uid != uid:
-            why = f"belongs to user {found.st_uid} and not to {uid}, who runs this process"
-            raise LockDirectoryError(str(path), why)
-        if found.st_mode & 0o022:
-            mode = f"{stat.S_IMODE(found.st_mode):04o}"
-            raise LockDirectoryError(str(path), f"can be written by others, its mode is {mode}")
-        return os.open(name, os.O_RDWR | os.O_CREAT | flags, 0o600, dir_fd=directory)
-    except OSError as error:
-        raise LockDirectoryError(str(path / name), _why_not_opened(error)) from error
-    finally:
-        os.close(directory)
+        why = f"cannot be opened: {error.strerror}"
+        # A link gives ELOOP; in the place of a directory, it gives ENOTDIR or EEXIST.
+        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EEXIST):
+            why = "is a symbolic link or no directory"
+        raise _unusable(at, why) from error
 
 
-def _why_not_opened(error: OSError) -> str:
-    # A link gives ELOOP; in the place of a directory, it gives ENOTDIR or EEXIST.
-    if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EEXIST):
-        return "is a symbolic link or no directory"
-    return f"cannot be opened: {error.strerror}"
-
-
-_open_locks: weakref.WeakSet[Lock] = weakref.WeakSet()
-
-
-def _leave_all_to_parent() -> None:
-    # Without this, a forked child would keep the locks of a worker that was killed.
-    for lock in list(_open_locks):
-        lock._leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_leave_all_to_parent)
+def _unusable(path: Path, reason: str) -> DevctxError:
+    return DevctxError(
+        f"devices cannot be shared out: {path} {reason}. Remove or repair it, or name another "
+        "directory with the configuration devctx.lock-directory"
+    )

@@ -16,7 +16,7 @@ from dask_devctx import driver
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.worker import is_joining
-from dask_devctx.errors import DevctxError, DevicesInUseError, LockDirectoryError, counted
+from dask_devctx.errors import DevctxError, DevicesInUseError, counted
 from dask_devctx.scheduler.messages import ANNOUNCE, PROTOCOL, REFUSE
 from dask_devctx.scheduler.routing import DeviceRouting
 
@@ -85,7 +85,7 @@ async def refuse(worker: Worker, error: Exception, tell: Tell, *, leaves: bool) 
     if worker.status not in (Status.running, Status.paused):
         error.add_note(NOT_STARTED)  # the error ends the start
         return False
-    in_use = isinstance(error, (DevicesInUseError, LockDirectoryError))
+    in_use = isinstance(error, DevicesInUseError)
     is_told = in_use and leaves  # the process of the cluster raises the error
     leaves = is_joining(worker) and (leaves or in_use)
     if not leaves:

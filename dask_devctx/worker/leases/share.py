@@ -1,38 +1,29 @@
-"""The devices of a worker: the scheduler divides them, and locks keep other clusters away.
-
-A lock's note names its process, its worker and its cluster.
-"""
+"""The devices of a worker: the scheduler divides them, and locks keep other clusters away."""
 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
-import socket
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from time import monotonic, sleep
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from time import monotonic
 from typing import Any, Final
-from urllib.parse import quote
 from weakref import WeakKeyDictionary
 
 from distributed import Worker
 
-from dask_devctx import config
 from dask_devctx.config.options import Options
 from dask_devctx.cuda.device import Device, named_devices
-from dask_devctx.errors import DeviceNotFoundError, DevicesInUseError, LockDirectoryError
+from dask_devctx.errors import DeviceNotFoundError, DevicesInUseError
 from dask_devctx.scheduler.messages import CLAIM
-from dask_devctx.worker.leases import locks, registration
+from dask_devctx.worker.leases import registration
+from dask_devctx.worker.leases.locks import Lock, held_devices, take
 
 # A worker waits so long for devices that others of its cluster are about to release: those of a
 # process that just ended, or whose plugin is just replaced.
 _PATIENCE_S: Final = 1.0
 _POLL_S: Final = 0.05
-# A cluster waits so long for one that starts just now.
-_STARTING_TIMEOUT_S: Final = 30.0
 
 # The devices that a worker had, for a plugin that takes another one's place.
 _before: WeakKeyDictionary[Worker, tuple[Device, ...]] = WeakKeyDictionary()
@@ -51,7 +42,7 @@ class DeviceShare:
         self._named, self._count = options.devices, options.devices_per_worker
         self._shared = options.shared
         self._of_cluster = f" of {worker.scheduler.address}"
-        self._locks: dict[Device, locks.Lock] = {}
+        self._locks: dict[Device, Lock] = {}
         self._is_released = False
         _newest[worker] = weakref.ref(self)
 
@@ -161,51 +152,7 @@ class DeviceShare:
         return _in_use(self._count or 0, free, own)
 
 
-# -- locks of devices
-
-
-def take(device: Device, holder: str) -> locks.Lock | None:
-    """Lock a device; None if another worker has it."""
-    note = f"pid {os.getpid()} on {socket.gethostname()}, {holder}"
-    return locks.take(_directory(), _name(device), note)
-
-
-def held_devices(devices: Iterable[Device]) -> dict[Device, str]:
-    """Return the devices that workers on this machine hold, with the workers."""
-    found = {device: locks.holder(_directory(), _name(device)) for device in devices}
-    return {device: who for device, who in found.items() if who is not None}
-
-
-@contextmanager
-def starts_alone() -> Iterator[Callable[[], None]]:
-    """Let this user's clusters start one after another; gives a function that ends the start.
-
-    Each then sees which devices are held. Of two that start at once, each would get some devices,
-    and both would fail.
-    """
-    # A process that a cluster starts would wait for that cluster.
-    lock, until = None, monotonic() + _STARTING_TIMEOUT_S
-    with suppress(LockDirectoryError):  # it is raised later
-        while multiprocessing.parent_process() is None and lock is None and monotonic() < until:
-            if (lock := locks.take(_directory(), "starting.lock", "")) is None:
-                sleep(_POLL_S)
-    end = lock.close if lock is not None else lambda: None
-    try:
-        yield end
-    finally:
-        end()
-
-
 def _in_use(wanted: int, free: Iterable[Device], held: Mapping[Device, str]) -> DevicesInUseError:
     """Return the error of a worker that wants more devices than are free."""
     texts = {str(device.info): who for device, who in held.items()}
     return DevicesInUseError(wanted, [str(device.info) for device in free], texts)
-
-
-def _name(device: Device) -> str:
-    return quote(device.uuid, safe="") + ".lock"
-
-
-def _directory() -> Path:
-    configured = config.get("lock-directory")
-    return Path(configured) if configured else locks.default_directory()

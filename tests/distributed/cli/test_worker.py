@@ -19,7 +19,6 @@ from click.testing import CliRunner, Result
 from distributed import Client, LocalCluster
 from distributed.cli.dask_worker import main as dask_worker
 from distributed.system import MEMORY_LIMIT
-from distributed.utils_test import poll_for
 
 from dask_devctx import Device, config, devices
 from dask_devctx.cli import devctx
@@ -198,21 +197,6 @@ def test_workers_run_and_end(scheduler: LocalCluster) -> None:
         assert workers.ends() == 0, workers.said
         _, alive = psutil.wait_procs(children, timeout=10)
         assert alive == []
-
-
-@installed
-def test_of_two_that_start_at_once_one_gets_the_devices(scheduler: LocalCluster) -> None:
-    command = ("devctx", "worker", scheduler.scheduler_address)
-    with (
-        Client(scheduler) as client,
-        dask_command(*command) as one,
-        dask_command(*command) as other,
-    ):
-        client.wait_for_workers(4, timeout=60)
-        poll_for(lambda: {one.process.poll(), other.process.poll()} == {None, 1}, 60)
-        loser = one if one.process.poll() else other
-        assert loser.said.startswith("Error: this cluster wants 1 device for itself, and cuda:0 ")
-        assert sorted(used for _, used, _ in client.run(_devices).values()) == [[0], [1], [2], [3]]
 
 
 def test_a_wrong_option_of_dask_ends_with_a_line() -> None:

@@ -6,9 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import re
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -342,24 +340,6 @@ def test_clusters_of_one_process_exclude_each_other() -> None:
                 LocalDeviceCluster(**arguments)
         with LocalDeviceCluster(shared=True, **QUIET) as cluster:
             assert ordinals(cluster) == [[0, 1, 2, 3]]
-
-
-@pytest.mark.parametrize("processes", [False, True])
-def test_of_two_that_start_at_once_one_gets_the_devices(processes: bool) -> None:
-    together, over = threading.Barrier(2), threading.Barrier(2)
-
-    def start(_: int) -> Any:
-        together.wait(10)
-        try:
-            with LocalDeviceCluster(4, processes=processes, dashboard_address=":0") as cluster:
-                over.wait(60)
-                return len(cluster.scheduler.workers)
-        except DevicesInUseError as error:
-            over.wait(60)
-            return error.by_cluster
-
-    with ThreadPoolExecutor(2) as pool:
-        assert sorted(pool.map(start, range(2))) == [True, 4]
 
 
 def test_a_cluster_that_got_the_rest_grows_no_further() -> None:

@@ -19,7 +19,7 @@ from dask_devctx import (
     driver,
 )
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.worker.leases.share import held_devices
+from dask_devctx.worker.leases.locks import held_devices
 from tests.distributed.devices import Lease, acquire, here, of_worker, on_cluster
 
 QUIET: dict[str, Any] = {"dashboard_address": ":0", "threads_per_worker": 4}

@@ -3,83 +3,43 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import dask
 import pytest
 
-from dask_devctx.errors import LockDirectoryError
+from dask_devctx import DevctxError, Device
 from dask_devctx.worker.leases import locks
 
-HOLD = """
-import os, sys, time
-from pathlib import Path
-from dask_devctx.worker.leases.locks import take
-lock = take(Path(sys.argv[1]), "gpu.lock", "the child")
-os.fork() or print("forked", flush=True)
-time.sleep(60)
-"""
+
+def taken(holder: str = "") -> locks.Lock | None:
+    """Take a device's lock; None where somebody else has it."""
+    return locks.take(Device(0), holder)
 
 
-def taken(directory: Path, note: str = "") -> locks.Lock | None:
-    """Take the lock; None where somebody else has it."""
-    return locks.take(directory, "gpu.lock", note)
-
-
-def holder(directory: Path) -> str | None:
+def holder() -> str | None:
     """Return the note of the lock's holder; None where nobody holds it."""
-    return locks.holder(directory, "gpu.lock")
+    return locks.held_devices([Device(0)]).get(Device(0))
 
 
-def test_two_holders_of_one_process_exclude_each_other(lock_directory: Path) -> None:
-    lock = taken(lock_directory, "me, for a long time")
-    assert taken(lock_directory) is None
-    assert holder(lock_directory) == "me, for a long time"
+def test_two_holders_of_one_process_exclude_each_other() -> None:
+    lock = taken("me, for a long time")
+    assert taken() is None
+    assert holder().endswith(", me, for a long time")
     lock.close()
     lock.close()  # once more is nothing
-    assert holder(lock_directory) is None
-    again = taken(lock_directory, "you")
-    assert holder(lock_directory) == "you"
+    assert holder() is None
+    again = taken("you")
+    assert holder().endswith(", you")
     again.close()
 
 
-def test_a_forked_child_keeps_no_lock_of_a_killed_parent(lock_directory: Path) -> None:
-    command = [sys.executable, "-c", HOLD, str(lock_directory)]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        assert child.stdout.readline() == "forked\n"
-        assert taken(lock_directory) is None
-        assert holder(lock_directory) == "the child"
-        child.kill()
-        child.wait()
-        os.killpg(child.pid, 0)  # the grandchild lives: nothing to prove otherwise
-        assert holder(lock_directory) is None
-        lock = taken(lock_directory)
-        lock.close()
-    finally:
-        os.killpg(child.pid, signal.SIGKILL)
-        child.communicate()
-
-
-def test_a_forked_child_does_not_free_the_parents_lock(lock_directory: Path) -> None:
-    lock = taken(lock_directory)
-    pid = os.fork()
-    if pid == 0:
-        lock.close()
-        os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0
-    assert taken(lock_directory) is None
-    lock.close()
-
-
 def test_the_directory_is_the_users_own(lock_directory: Path) -> None:
-    lock = taken(lock_directory)
-    lock.close()
+    taken().close()
     assert lock_directory.stat().st_mode & 0o777 == 0o700
-    assert (lock_directory / "gpu.lock").stat().st_mode & 0o777 == 0o600
+    (lock,) = lock_directory.iterdir()
+    assert lock.stat().st_mode & 0o777 == 0o600
 
 
 def linked(path: Path) -> None:
@@ -114,14 +74,12 @@ def theirs(path: Path) -> None:
     ],
 )
 def test_a_directory_that_is_not_the_users_own_is_refused(
-    make: Callable[[Path], None], reason: str, tmp_path: Path
+    make: Callable[[Path], None], reason: str, lock_directory: Path, tmp_path: Path
 ) -> None:
-    path = tmp_path / "locks"
-    make(path)
-    with pytest.raises(LockDirectoryError, match=reason) as caught:
-        taken(path)
-    assert caught.value.path == str(path)
-    assert "devctx.lock-directory" in str(caught.value)
+    make(lock_directory)
+    said = f"{lock_directory} .*{reason}.*devctx.lock-directory"
+    with pytest.raises(DevctxError, match=said):
+        taken()
     assert not (tmp_path / "nowhere").exists()
 
 
@@ -129,16 +87,19 @@ def test_a_linked_lock_is_refused_and_its_target_left_alone(
     lock_directory: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "precious").write_text("keep")
-    lock_directory.mkdir(mode=0o700, exist_ok=True)
-    (lock_directory / "gpu.lock").symlink_to(tmp_path / "precious")
-    with pytest.raises(LockDirectoryError, match="symbolic link"):
-        taken(lock_directory)
+    taken().close()
+    (lock,) = lock_directory.iterdir()
+    lock.unlink()
+    lock.symlink_to(tmp_path / "precious")
+    with pytest.raises(DevctxError, match="symbolic link"):
+        taken()
     assert (tmp_path / "precious").read_text() == "keep"
 
 
 def test_the_default_depends_on_the_user_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = locks.default_directory()
-    monkeypatch.setenv("TMPDIR", "/var/tmp")
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1")
-    assert locks.default_directory() == before
+    with dask.config.set({"devctx.lock-directory": None}):
+        before = locks.directory()
+        monkeypatch.setenv("TMPDIR", "/var/tmp")
+        monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1")
+        assert locks.directory() == before
     assert str(os.geteuid()) in before.name
