@@ -77,7 +77,7 @@ class DeviceExtension:
             self.placement = Placement(self.admission, options.policy or start_soonest)
             unannotated: Unannotated = "leave" if self.failure else options.unannotated
             self.history = steps.enter_context(remembering(worker, used, history))
-            self.record = Record(worker, self.admission, self.history, history, self._counts)
+            self.record = Record(self.admission, self.history, history, self._counts)
             steps.enter_context(metric(worker, Record.metric, self.record.metrics))
             self.monitor = Monitor(
                 worker,

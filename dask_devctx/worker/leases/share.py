@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from time import monotonic
-from typing import Any, Final
+from typing import Final
 from weakref import WeakKeyDictionary
 
 from distributed import Worker
@@ -70,22 +70,24 @@ class DeviceShare:
         if not free or (foreign and all_named):
             # Devices that the user named are all needed; of all others, the free ones are enough.
             left = [device for device in found if device not in held]
-            raise _in_use(len(found) if all_named else count or 0, left, foreign)
+            raise self._in_use(len(found) if all_named else count or 0, left, foreign)
         if count and isinstance(n := self._worker.name, int):
             # The nth worker of a local cluster has the nth part, if it is free.
             free.sort(key=lambda device: found.index(device) // count != n)
-        answer = await self._claim(free)
+        uuids = [device.uuid for device in free]
+        claim = {"name": self._worker.name, "plugin": self._plugin, "candidates": uuids}
+        answer = await registration.tell(self._worker, CLAIM, **claim, count=count)
         if not answer["uuids"]:
             named = {device: answer["holders"].get(device.uuid) for device in free}
             ours = {device: f"{who}{self._of_cluster}" for device, who in named.items() if who}
             left = [device for device in free if device not in ours]
-            raise self._in_use(left, foreign | ours)
+            raise self._in_use(count or 0, left, foreign | ours)
         mine = [device for device in found if device.uuid in answer["uuids"]]
         self._give_up(set(self._locks).difference(mine))
         deadline = monotonic() + _PATIENCE_S
         while held := self._take(mine):
             if monotonic() > deadline:
-                raise self._in_use((), held)
+                raise self._in_use(count or 0, (), held)
             await asyncio.sleep(_POLL_S)
         return tuple(mine)
 
@@ -133,26 +135,9 @@ class DeviceShare:
             )
         return found
 
-    async def _claim(self, free: Sequence[Device]) -> Mapping[str, Any]:
-        """Let the scheduler say which devices are this worker's."""
-        answer = await registration.tell(
-            self._worker,
-            CLAIM,
-            name=self._worker.name,
-            plugin=self._plugin,
-            candidates=[device.uuid for device in free],
-            count=self._count,
-        )
-        return dict(answer)
-
-    def _in_use(self, free: Iterable[Device], held: Mapping[Device, str]) -> DevicesInUseError:
-        own = {
-            one: who.replace(self._of_cluster, " of its own cluster") for one, who in held.items()
-        }
-        return _in_use(self._count or 0, free, own)
-
-
-def _in_use(wanted: int, free: Iterable[Device], held: Mapping[Device, str]) -> DevicesInUseError:
-    """Return the error of a worker that wants more devices than are free."""
-    texts = {str(device.info): who for device, who in held.items()}
-    return DevicesInUseError(wanted, [str(device.info) for device in free], texts)
+    def _in_use(
+        self, wanted: int, free: Iterable[Device], held: Mapping[Device, str]
+    ) -> DevicesInUseError:
+        own = self._of_cluster
+        texts = {str(d.info): who.replace(own, " of its own cluster") for d, who in held.items()}
+        return DevicesInUseError(wanted, [str(device.info) for device in free], texts)

@@ -7,9 +7,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict
 from time import monotonic
 from typing import Any, Final
-from weakref import WeakKeyDictionary
-
-from distributed import Worker
 
 from dask_devctx import driver
 from dask_devctx.cuda import discovery
@@ -17,7 +14,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.errors import DevctxError
 from dask_devctx.scheduler.rows import METRIC, DeviceCounts, memory_field
 from dask_devctx.worker.metrics.history import History
-from dask_devctx.worker.placement.admission import Admission, DeviceState
+from dask_devctx.worker.placement.admission import Admission
 
 # How long NVML's answer about other processes is used: it takes longer than the others.
 _PROCESSES_AGE_S: Final = 5.0
@@ -28,59 +25,6 @@ _TEXT: Final = 2_000
 _SHOWN: Final = 4  # the most kinds of running tasks that a row names
 
 
-class _Tally:
-    """One device's counts, and what they are made from."""
-
-    def __init__(self, state: DeviceState, before: _Tally | None) -> None:
-        self.state = state
-        self.asked_at = float("-inf")  # when NVML was asked for the memory of other processes
-        device = state.device
-        if before is None:
-            self.counts = asdict(DeviceCounts(device.device_id, device.uuid, device.name))
-        else:
-            self.counts = before.counts.copy()
-            state.used_s, state.occupied_s = before.state.used_s, before.occupied_s()
-
-    def occupied_s(self) -> float:
-        """Return the seconds with one task or more."""
-        now_s = monotonic() - self.state.since if self.state.tasks else 0.0
-        return self.state.occupied_s + now_s
-
-    def row(self, waiting: int, more: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the counts as they are now, with ``more`` of them."""
-        backend, now, counts, state = driver.backend(), monotonic(), self.counts, self.state
-        device = state.device.info
-        if now - self.asked_at > _PROCESSES_AGE_S:
-            self.asked_at = now
-            counts["memory_others"] = discovery.memory_of_others(backend, device)
-        free, total = discovery.memory_info(backend, device) or (None, None)
-        utilization, bandwidth = discovery.utilization(backend, device) or (None, None)
-        power_w, temperature = discovery.power_and_temperature(backend, device)
-        # An entry may come or go on another thread meanwhile.
-        running = (claim.prefix for claim in tuple(state.holding))
-        queued = min(waiting, state.tasks)
-        row = {
-            **counts,
-            "busy_s": state.used_s,
-            "occupied_s": self.occupied_s(),
-            "queued": queued,
-            "running": state.tasks - queued,
-            "memory_free": free,
-            "memory_total": total,
-            "utilization": utilization,
-            "bandwidth": bandwidth,
-            "power_w": power_w,
-            "temperature": temperature,
-            "tasks_now": tuple(dict.fromkeys(running))[:_SHOWN],
-        }
-        named = {name if name in row else memory_field(name): n for name, n in more.items()}
-        return row | named
-
-
-# The counts of each worker by device: a plugin that takes another one's place goes on with them.
-_tallies: WeakKeyDictionary[Worker, dict[Device, _Tally]] = WeakKeyDictionary()
-
-
 class Record:
     """Records, on the worker's event loop, which tasks ran on each device of the worker."""
 
@@ -88,7 +32,6 @@ class Record:
 
     def __init__(
         self,
-        worker: Worker,
         admission: Admission,
         history: History,
         remembered: int,
@@ -99,13 +42,12 @@ class Record:
         self.without_device = 0  # tasks that ended and ran on no device
         self._counts = counts  # more counts of a device: `"held"` is the field `memory_held`
         self._admission = admission
-        self._worker = worker
         self._history = history
-        before = _tallies.get(worker, {})
-        states = admission.states
-        self._tallies = {device: _Tally(states[device], before.get(device)) for device in states}
-        _tallies[worker] = self._tallies
-        self._ids = {device: (device.uuid, device.device_id) for device in states}
+        self._asked_at = float("-inf")  # when NVML was asked for the memory of other processes
+        self._of_device = {
+            one: asdict(DeviceCounts(one.device_id, one.uuid, one.name)) for one in admission.states
+        }
+        self._ids = {device: (device.uuid, device.device_id) for device in admission.states}
 
     def refused(self, ts: Any, error: Exception) -> None:
         """Note a task that got no device and fails with this error."""
@@ -128,12 +70,12 @@ class Record:
         failed = state == "error"
         uuid, device_id = self._ids[devices[0]] if devices else (None, None)
         if devices:
-            counts = self._tallies[devices[0]].counts
+            counts = self._of_device[devices[0]]
             counts["slot_s"] += waited[0]
             counts["inputs_s"] += waited[1]
             counts["memory_s"] += waited[2]
             for device in devices:
-                self._tallies[device].counts["failed" if failed else "done"] += 1
+                self._of_device[device]["failed" if failed else "done"] += 1
         else:
             self.without_device += 1
         if failed:
@@ -154,10 +96,37 @@ class Record:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each device: the fields of ``DeviceCounts``, as plain data."""
-        return [
-            tally.row(self._admission.waiting_for(device), self._counts(device))
-            for device, tally in self._tallies.items()
-        ]
+        backend, now = driver.backend(), monotonic()
+        if now - self._asked_at > _PROCESSES_AGE_S:
+            self._asked_at = now
+            for device, counts in self._of_device.items():
+                counts["memory_others"] = discovery.memory_of_others(backend, device.info)
+        return [self._row(device, now) for device in self._of_device]
+
+    def _row(self, device: Device, now: float) -> dict[str, Any]:
+        backend, state, info = driver.backend(), self._admission.states[device], device.info
+        free, total = discovery.memory_info(backend, info) or (None, None)
+        utilization, bandwidth = discovery.utilization(backend, info) or (None, None)
+        power_w, temperature = discovery.power_and_temperature(backend, info)
+        # An entry may come or go on another thread meanwhile.
+        running = (claim.prefix for claim in tuple(state.holding))
+        queued = min(self._admission.waiting_for(device), state.tasks)
+        row = {
+            **self._of_device[device],
+            "busy_s": state.used_s,
+            "occupied_s": state.occupied_s + (now - state.since if state.tasks else 0.0),
+            "queued": queued,
+            "running": state.tasks - queued,
+            "memory_free": free,
+            "memory_total": total,
+            "utilization": utilization,
+            "bandwidth": bandwidth,
+            "power_w": power_w,
+            "temperature": temperature,
+            "tasks_now": tuple(dict.fromkeys(running))[:_SHOWN],
+        }
+        more = self._counts(device).items()
+        return row | {name if name in row else memory_field(name): n for name, n in more}
 
     def metrics(self, worker: object) -> list[dict[str, Any]]:
         """Return the heartbeat's rows, one for each device; they are samples of the history too."""
