@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Executor, Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter
@@ -15,7 +16,7 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from dask._task_spec import DataNode, GraphNode, Task
-from distributed import Reschedule, Worker
+from distributed import Worker
 from distributed.threadpoolexecutor import ThreadPoolExecutor as ThreadPoolExecutor
 from distributed.threadpoolexecutor import rejoin, secede, thread_state
 from distributed.worker_state_machine import ExecuteFailureEvent, ExecuteSuccessEvent
@@ -119,11 +120,6 @@ def ended_here(worker: Worker, which: Callable[[Mapping[str, Any] | None], bool]
 # -- dask's thread pools: their queues, and tasks that go to another pool
 
 
-def rescheduled() -> dict[str, Any]:
-    """Return the outcome of a task that did not run, and that the scheduler shall send again."""
-    return {"op": "task-erred", "thread": None, "actual_exception": Reschedule()}
-
-
 def error_in(outcome: Any) -> BaseException | None:
     """Return the exception in the outcome of a task; None if it has none."""
     found = outcome.get("actual_exception") if outcome.__class__ is dict else None
@@ -141,71 +137,153 @@ def rejoin_if_seceded() -> None:
         rejoin()
 
 
-class TaskThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
-    """dask's thread pool, with a queue that its subclass gives it, of objects to ``run``."""
+class DeviceThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
+    """The threads that run a device's tasks, as the device's queue grants them.
+
+    Calls that were submitted before the shutdown still run, and threads that seceded can still
+    rejoin. An event loop that submits a task gets an asyncio future directly, not a thread's future
+    that a second one wraps: this halves the work, and one wakeup of the loop serves all tasks that
+    ended.
+    """
 
     # dask recognizes a thread pool by the name of its class, which must contain
     # "ThreadPoolExecutor". The base class is distributed's, so that `secede` and `rejoin` work.
 
-    def __init__(self, name: str, threads: int, work: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        threads: int,
+        queue: Any,
+        started: Callable[[threading.Thread], object],
+        clear_frames: Callable[[BaseException], object],
+    ) -> None:
         super().__init__(threads, thread_name_prefix=name)
-        self._work_queue = work
+        self._work_queue = self.queue = queue
+        self._started = started  # called for each new thread
+        self.clear_frames = clear_frames
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._outcomes: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
+        self._woken = False
+        queue.threads, queue.grow = threads, self.grow_to
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Run a call before all waiting tasks."""
+        future: Future[Any]
+        try:
+            future = super().submit(fn, *args, **kwargs)
+        except RuntimeError:  # the pool is shut down. A thread that rejoins calls this too
+            with self._rejoin_lock:
+                rejoining = self._rejoin_list[:]
+                self._rejoin_list.clear()
+                for thread, event in rejoining:
+                    self._threads.add(thread)
+                    event.set()
+            if not rejoining:
+                raise
+            future = Future()
+            future.set_result(None)
+        return future
 
     def submit_task(
         self, claim: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> asyncio.Future[Any]:
-        """Run a task of dask's as soon as its claim is granted."""
-        raise NotImplementedError
-
-    def give(self, queue: Callable[[Any], object], work: Any) -> bool:
-        """Queue work by a function; return False if the pool is shut down."""
+        """Run a task of the running event loop's as soon as its claim is granted."""
+        self._loop = asyncio.get_running_loop()
+        future = self._loop.create_future()
+        claim.call = _Call(partial(fn, *args, **kwargs), claim, self, future)
         with self._shutdown_lock:
             if self._shutdown:
-                return False
-            queue(work)
+                raise RuntimeError("cannot schedule new futures after shutdown")
+            self.queue.admission.submit(claim)
             if len(self._threads) < self._max_workers:
                 self._adjust_thread_count()
-            return True
+        return future
 
     def grow_to(self, threads: int) -> None:
         """Let the pool have so many threads, and start one if it has fewer."""
         self._max_workers: int = max(self._max_workers, threads)
+        self.queue.threads = self._max_workers
         if len(self._threads) < threads:
             self._adjust_thread_count()
 
-    def seceding(self) -> None:
-        """Called on a thread that secedes, before another takes its place."""
-
-    def started(self, thread: threading.Thread) -> None:
-        """Called for each new thread."""
-
     def _adjust_thread_count(self) -> None:
         if has_seceded():  # dask calls this on the thread that secedes
-            self.seceding()
+            self.queue.left()
         before = set(self._threads)
         super()._adjust_thread_count()
         for thread in self._threads - before:
-            self.started(thread)
+            self._started(thread)
 
-    def let_back_in(self) -> bool:
-        """Let the threads that wait to rejoin continue; return whether there were any."""
-        with self._rejoin_lock:
-            waiting: list[tuple[threading.Thread, threading.Event]] = self._rejoin_list[:]
-            self._rejoin_list.clear()
-            for thread, event in waiting:
-                self._threads.add(thread)
-                event.set()
-        return bool(waiting)
+    # -- the outcomes of tasks, from their threads to the event loop that submitted them
+
+    def put_outcome(
+        self, future: asyncio.Future[Any], result: Any, error: BaseException | None
+    ) -> None:
+        """Add an outcome; called on a device's thread."""
+        self._outcomes.append((future, result, error))
+        if not self._woken:
+            self._woken = True
+            assert self._loop is not None
+            with suppress(RuntimeError):  # the loop is closed, so no caller waits
+                self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._woken = False  # first: an outcome that is added from now on wakes the loop again
+        while self._outcomes:
+            future, result, error = self._outcomes.popleft()
+            if future.done():  # cancelled
+                continue
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+
+class _Call:
+    """The call of a task, for which an event loop waits."""
+
+    __slots__ = ("claim", "fn", "future", "pool")
+
+    def __init__(
+        self,
+        fn: Callable[[], Any],
+        claim: Any,
+        pool: DeviceThreadPoolExecutor,
+        future: asyncio.Future[Any],
+    ) -> None:
+        self.fn = fn
+        self.claim = claim
+        self.pool = pool
+        self.future = future
+
+    def run(self) -> None:
+        claim, pool, result, error = self.claim, self.pool, None, None
+        if not self.future.cancelled():  # by a worker that closes: others run it
+            try:
+                result = self.fn()
+            except BaseException as raised:
+                error = raised
+            failed = error_in(result)
+            if failed is not None:  # dask's frames make a cycle, which would keep the task's arrays
+                pool.clear_frames(failed)
+            del failed
+        # First: a task that waits for this slot starts before the loop wakes.
+        pool.queue.running.pop(threading.get_ident(), None)
+        if claim.held:
+            pool.queue.admission.release(claim)
+        claim.call = None  # it has the task's inputs
+        pool.put_outcome(self.future, result, error)
+        del self, claim, result, error  # the error's frames know this one
 
 
 # The executor and the claim of the next task of this context. A reader takes the entry out of
 # the list, since the task itself runs in a copy of this context.
-_next_task: ContextVar[list[tuple[TaskThreadPoolExecutor, Any]] | None] = ContextVar(
+_next_task: ContextVar[list[tuple[DeviceThreadPoolExecutor, Any]] | None] = ContextVar(
     "next_task", default=None
 )
 
 
-def send_next_task_to(executor: TaskThreadPoolExecutor, claim: Any) -> None:
+def send_next_task_to(executor: DeviceThreadPoolExecutor, claim: Any) -> None:
     """Send the next task that this context submits to another executor.
 
     This works for executors for which :func:`sending_tasks_on` is open.

@@ -118,7 +118,7 @@ class DeviceRun(_Run, Claim, Guard):
         if self.is_coro:
             return self._await(data)
         try:
-            if self.void or (self.queued and self.ts.state == "cancelled"):
+            if self.queued and self.ts.state == "cancelled":
                 raise Reschedule  # dask ignores this, unless the task was requested again just now
             self.began_at, self.thread = perf_counter(), get_ident()
             if self.nbytes:
@@ -146,7 +146,7 @@ class DeviceRun(_Run, Claim, Guard):
                     self.granted = grant
                     admission.submit(self)
                     await there.wait()
-                if self.void or (self.queued and self.ts.state == "cancelled"):
+                if self.queued and self.ts.state == "cancelled":
                     raise Reschedule
                 self.began_at, self.thread = perf_counter(), get_ident()
                 if self.nbytes:

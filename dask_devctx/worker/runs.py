@@ -25,7 +25,7 @@ from dask_devctx.annotations import (
 from dask_devctx.cuda import naming
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals import tasks
-from dask_devctx.dask_internals.tasks import send_next_task_to
+from dask_devctx.dask_internals.tasks import DeviceThreadPoolExecutor, send_next_task_to
 from dask_devctx.dask_internals.worker import told_after
 from dask_devctx.errors import DevctxError, DeviceFailedError, DeviceNotFoundError
 from dask_devctx.scheduler.rows import DEVICE
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from dask_devctx.worker.failures.monitor import Monitor
     from dask_devctx.worker.metrics.record import Record
     from dask_devctx.worker.placement.placement import Placement
-    from dask_devctx.worker.threads.executors import DeviceThreadPoolExecutor
     from dask_devctx.worker.values.store import Store
     from dask_devctx.worker.values.value import Value
 
@@ -75,7 +74,6 @@ class Runs:
         self._actors = actors
         self._pools = pools
         self._worker = worker
-        self._tasks = worker.state.tasks
         self._unannotated = unannotated
         self._failure = failure  # why the worker does not have the devices
         self._slot = admission.slot
@@ -91,13 +89,7 @@ class Runs:
             yield
 
     def _freed(self, keys: Collection[Hashable], **message: object) -> None:
-        """Let cancelled tasks that reserve devices reserve them no longer."""
         for key in keys:
-            ts = self._tasks.get(key)
-            if ts is not None and ts.state == "cancelled":
-                run = ts.run_spec
-                if run.__class__ is DeviceRun and not run.is_plain:
-                    self.admission.withdraw(run)
             self._made.pop(key, None)
 
     def _begin(self, ts: Any) -> DeviceRun | HostRun | Refused | None:

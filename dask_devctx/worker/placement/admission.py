@@ -30,7 +30,6 @@ class Claim:
 
     held = False
     waits = False
-    void = False  # its task was cancelled while it waited, and must not run
     nbytes = 0  # on each device
     counted = False  # whether the placement counts its task
     # For the choice of the next task's device: the slots of each device, and the seconds of these.
@@ -156,7 +155,7 @@ class Admission:
         with self.lock:
             self._count += 1
             claim.waits = True
-            claim.held = claim.void = False
+            claim.held = False
             entry = claim.priority, self._count, claim
             for device in claim.devices:
                 heappush(self.states[device].waiting, entry)
@@ -165,10 +164,9 @@ class Admission:
             self._look(claim)
 
     def withdraw(self, claim: Claim) -> None:
-        """Take a claim that waits out of the line; its task must not run."""
+        """Take a claim that waits out of the line."""
         with self.lock:
             if claim.waits:
-                claim.void = True
                 self._end_wait(claim, ())
                 self._look(claim)
 

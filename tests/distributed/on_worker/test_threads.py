@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any
 
 import dask
@@ -18,10 +17,11 @@ from distributed import Client, Worker
 from distributed.utils_test import async_poll_for
 
 from dask_devctx import DevicePlugin, devices
-from dask_devctx.cuda.out_of_memory import release_caches
+from dask_devctx.cuda.out_of_memory import clear_frames, release_caches
+from dask_devctx.dask_internals.tasks import DeviceThreadPoolExecutor
 from dask_devctx.worker.placement.admission import Admission, Claim
 from dask_devctx.worker.threads import executors
-from dask_devctx.worker.threads.executors import DeviceThreadPoolExecutor, near_cpus
+from dask_devctx.worker.threads.executors import keep_to, near_cpus
 from tests.distributed.devices import on_cluster, started
 
 THREADS = 12
@@ -81,11 +81,13 @@ def pool_of(
 ) -> DeviceThreadPoolExecutor:
     device = devices()[0]
     admission = Admission([device], threads)
-    return DeviceThreadPoolExecutor(name, threads, admission.states[device], cpus)
+    started = functools.partial(keep_to, cpus)
+    queue = admission.states[device]
+    return DeviceThreadPoolExecutor(name, threads, queue, started, clear_frames)
 
 
 def claim(pool: DeviceThreadPoolExecutor, *priority: int) -> Claim:
-    queue = pool._queue
+    queue = pool.queue
     return Claim("it", (queue.device,), queue.admission.slot, 0, priority)
 
 
@@ -138,30 +140,25 @@ def test_threads_keep_to_the_cpus_that_may_be_used(caplog: pytest.LogCaptureFixt
     pool.shutdown(wait=True, timeout=10)
 
 
-def test_a_task_that_is_cancelled_as_it_begins_runs_once(pool: DeviceThreadPoolExecutor) -> None:
-    """It runs here or is sent again by the scheduler, and never both."""
-    ran: list[int] = []
+def test_a_task_that_is_cancelled_before_it_begins_does_not_run(
+    pool: DeviceThreadPoolExecutor,
+) -> None:
+    began, go_on, ran = threading.Event(), threading.Event(), list[int]()
 
-    async def submit_and_cancel(rounds: int) -> list[int]:
-        sent_again = []
-        for number in range(rounds):
-            future = pool.submit_task(claim(pool), ran.append, number)
-            for _ in range(number % 200):
-                pass
-            future.cancel()
-            with suppress(asyncio.CancelledError):
-                if await future is not None:
-                    sent_again.append(number)
-        return sent_again
+    def block() -> None:
+        began.set()
+        go_on.wait(10)
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        sent_again = asyncio.run(submit_and_cancel(20_000))
-    finally:
-        sys.setswitchinterval(interval)
-    pool.submit(bool).result(10)
-    assert not set(sent_again) & set(ran)
+    async def submit() -> None:
+        running = pool.submit_task(claim(pool), block)
+        assert began.wait(10)
+        cancelled, last = (pool.submit_task(claim(pool, n), ran.append, n) for n in range(2))
+        cancelled.cancel()
+        go_on.set()
+        await asyncio.wait_for(asyncio.gather(running, last), 10)
+
+    asyncio.run(submit())
+    assert ran == [1]
 
 
 def frozen(client: Client, wanted: Callable[[int], bool]) -> int:
