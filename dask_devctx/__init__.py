@@ -22,7 +22,6 @@ from dask_devctx.errors import (
     DevicesInUseError,
     DriverError,
     DriverUnavailableError,
-    UnsupportedDaskError,
     VisibleDevicesError,
 )
 
@@ -56,7 +55,6 @@ __all__ = [
     "LocalDeviceCluster",
     "PrimaryContext",
     "SimulatedArray",
-    "UnsupportedDaskError",
     "VisibleDevicesError",
     "device_of",
     "devices",

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, dataclass_transform
 
-# The tests ran with these releases of dask and distributed, the oldest and the newest.
-TESTED_DASK: Final = ("2025.4.0", "2026.8.0")
 _NAMED: Final = 8  # the most suspects that a message names
 # A UUID's first digits name a device, too.
 _REST_OF_A_UUID: Final = re.compile(
@@ -196,85 +194,50 @@ class DeviceNotFoundError(DevctxError, LookupError, ValueError):
 
 
 class VisibleDevicesError(DevctxError):
-    """``CUDA_VISIBLE_DEVICES`` and the devices of the driver do not fit together.
-
-    Parameters
-    ----------
-    value
-        The value of ``CUDA_VISIBLE_DEVICES``, or None where it is not set.
-    reason
-        The conflict, and its remedy.
-    """
-
-    value: str | None
-    reason: str
-
-    def __str__(self) -> str:
-        seen = "not set" if self.value is None else repr(self.value)
-        return f"CUDA_VISIBLE_DEVICES is {seen}: {self.reason}"
+    """``CUDA_VISIBLE_DEVICES`` and the devices of the driver do not fit together."""
 
 
 class DeviceScopeError(DevctxError):
-    """A device scope ended and could not restore the context that was current before it.
-
-    Parameters
-    ----------
-    scope
-        The device or context whose scope it is.
-    reason
-        The cause, and its remedy.
-    """
-
-    scope: object
-    reason: str
-
-    def __str__(self) -> str:
-        return f"the scope of {self.scope} {self.reason}"
+    """A device scope ended and could not restore the context that was current before it."""
 
 
 # -- a worker or cluster that cannot have devices for itself
 
 
 class DevicesInUseError(DevctxError):
-    """A worker, or a cluster that starts, wants more devices for itself than are free.
+    """A worker, or a cluster that starts, cannot have the devices for itself that it wants.
 
-    Parameters
-    ----------
-    wanted
-        How many devices it wants; 0 for any number of those that are free.
-    free
-        A description of each free device.
-    holders
-        The holder of each other device, by the device's description.
-    by_cluster
-        Whether a cluster on this machine wants them, before it starts its workers.
+    Others of this user hold them, or the directory of the devices' locks cannot be used.
     """
 
-    wanted: int
-    free: Sequence[str]
-    holders: Mapping[str, str]
-    by_cluster: bool = False
 
-    def __str__(self) -> str:
-        free, total = [_name(device) for device in self.free], len(self.free) + len(self.holders)
-        who = "this cluster" if self.by_cluster else "this worker"
-        wants = f"{who} wants {counted(self.wanted, 'device') if self.wanted else 'devices'}"
-        if self.wanted > total:
-            return f"{wants} for itself and there {_are(total)} {total}. Lower devices_per_worker"
-        fewer = "Let each worker take fewer (devices_per_worker=1), close"
-        others = f"No device is free. {'Close' if self.wanted == 1 else fewer}"
-        if free:
-            ids = ", ".join(name.rpartition(":")[2] for name in free)
-            others = (
-                f"Free: {', '.join(free)}. For these, write devices=[{ids}], lower n_workers or "
-                "devices_per_worker, or leave them out. Or close"
-            )
-        held = held_text({_name(device): holder for device, holder in self.holders.items()})
-        return (
-            f"{wants} for itself, and {held}. {others} the cluster that holds devices and is not "
-            f"needed, such as that of a notebook's earlier cell (cluster.close(), or "
-            "client.shutdown()), or use the same devices: shared=True"
+def in_use(
+    who: str, wanted: int, free: Sequence[str], holders: Mapping[str, str]
+) -> DevicesInUseError:
+    """Return the error of one that wants more devices than are free; 0 for any number of these.
+
+    ``free`` and the keys of ``holders`` describe devices.
+    """
+    names, total = [_name(device) for device in free], len(free) + len(holders)
+    wants = f"{who} wants {counted(wanted, 'device') if wanted else 'devices'} for itself"
+    if wanted > total:
+        return DevicesInUseError(
+            f"{wants} and there {_are(total)} {total}. Lower devices_per_worker"
         )
+    fewer = "Let each worker take fewer (devices_per_worker=1), close"
+    others = f"No device is free. {'Close' if wanted == 1 else fewer}"
+    if names:
+        ids = ", ".join(name.rpartition(":")[2] for name in names)
+        others = (
+            f"Free: {', '.join(names)}. For these, write devices=[{ids}], lower n_workers or "
+            "devices_per_worker, or leave them out. Or close"
+        )
+    held = held_text({_name(device): holder for device, holder in holders.items()})
+    return DevicesInUseError(
+        f"{wants}, and {held}. {others} the cluster that holds devices and is not needed, such as "
+        "that of a notebook's earlier cell (cluster.close(), or client.shutdown()), or use the "
+        "same devices: shared=True"
+    )
 
 
 def _name(device: str) -> str:
@@ -380,8 +343,6 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
     holders
         For each process on the device its id and the bytes that it holds; None for the bytes where
         NVML does not tell them. Empty in most containers, where no process is known.
-    replicas_nbytes
-        The bytes of copies of other devices' values that were dropped to make room.
     attempts
         How often the task ran; the last time it had the device for itself.
     limit_nbytes
@@ -400,7 +361,6 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
     free_nbytes: int | None = None
     total_nbytes: int | None = None
     holders: Sequence[tuple[int, int | None]] = ()
-    replicas_nbytes: int = 0
     attempts: int = 1
     limit_nbytes: int | None = None
     stayed_nbytes: Mapping[str, int] = MappingProxyType({})
@@ -429,39 +389,7 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
             unknown = "an unknown amount"
             sizes = (f"process {p} {unknown if n is None else nbytes_text(n)}" for p, n in held)
             yield f"held by {', '.join(sizes)}"
-        if self.replicas_nbytes:
-            yield f"{nbytes_text(self.replicas_nbytes)} of copies were dropped"
         if self.limit_nbytes:
             yield f"the limit of values that dask keeps there is {nbytes_text(self.limit_nbytes)}"
         if stayed := [f"{nbytes_text(n)} {why}" for why, n in self.stayed_nbytes.items()]:
             yield f"not moved to host memory: {', '.join(stayed)}"
-
-
-class UnsupportedDaskError(DevctxError):
-    """The installed dask or distributed lacks a name that this package uses.
-
-    Parameters
-    ----------
-    name
-        The missing name, with its module.
-    dask, distributed, dask_devctx
-        The versions that are installed.
-
-    Notes
-    -----
-    It is raised before anything changes.
-    """
-
-    name: str
-    dask: str
-    distributed: str
-    dask_devctx: str
-
-    def __str__(self) -> str:
-        oldest, newest = TESTED_DASK
-        return (
-            f"dask-devctx {self.dask_devctx} uses {self.name}, which is not in dask {self.dask} "
-            f"and distributed {self.distributed}. Nothing was changed. Install a newer "
-            "dask-devctx, or a dask and distributed that this one was tested with: "
-            f"{oldest} to {newest}"
-        )

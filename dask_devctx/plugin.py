@@ -43,7 +43,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     ------
     TypeError
         ``devices`` is not a sequence, or an option is unknown.
-    UnsupportedDaskError
+    DevctxError
         The installed dask or distributed lacks a name that this package uses.
     ValueError
         An option, or its configured value, is out of range.

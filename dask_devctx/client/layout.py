@@ -12,7 +12,7 @@ from dask_devctx import driver
 from dask_devctx.config.options import LOOK_AHEAD, Options, fair_memory
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device, devices, named_devices
-from dask_devctx.errors import DevicesInUseError, VisibleDevicesError, counted, held_text
+from dask_devctx.errors import VisibleDevicesError, counted, held_text, in_use
 from dask_devctx.graph.calls import users_level
 from dask_devctx.plugin import held_devices
 
@@ -62,7 +62,10 @@ def used_devices(options: Options) -> tuple[Device, ...]:
     if not used:
         found = discovery.inventory(driver.backend())
         why = ". ".join(["it hides all devices of this machine", *found.problems])
-        raise VisibleDevicesError(found.visible_devices, f"{why}. Unset it, or name devices in it")
+        raise VisibleDevicesError(
+            f"CUDA_VISIBLE_DEVICES is {found.visible_devices!r}: {why}. Unset it, or name devices "
+            "in it"
+        )
     return used
 
 
@@ -83,11 +86,11 @@ def lay_out(options: Options, n_workers: int | None, *, processes: bool) -> Layo
     if options.devices is not None and None in (n_workers, options.devices_per_worker):
         wanted = len(used)  # all devices that are named are needed
     if len(free) < wanted <= len(used):
-        raise DevicesInUseError(
+        raise in_use(
+            "this cluster",
             wanted,
             [str(device.info) for device in devices() if device not in taken],
             {str(device.info): who for device, who in held.items()},
-            by_cluster=True,
         )
     own: dict[str, Any] = {}
     started = default_n_workers(free, options, processes) if n_workers is None else n_workers

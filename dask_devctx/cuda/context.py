@@ -133,16 +133,14 @@ class Context(RunningScope):
         )
 
     def _bind(self) -> int:
-        raise DeviceScopeError(self, "cannot be entered: this context was closed")
+        raise DeviceScopeError(f"{self} cannot be entered: this context was closed")
 
     def _check_alive(self) -> None:
         """Raise unless the context can be made current."""
         if not self._handle:
             self._bind()
         if not lives(self._backend, self._handle, self._identity):
-            raise DeviceScopeError(
-                self, "cannot be entered: the context was destroyed by somebody else"
-            )
+            raise DeviceScopeError(f"{self} cannot be entered: destroyed by somebody else")
 
     def __enter__(self) -> Self:
         self._check_alive()
@@ -191,9 +189,10 @@ class Context(RunningScope):
         ``cuCtxDestroy``.
         """
         if not self._owned:
-            why = "cannot be closed: the context belongs to somebody else"
-            why += "; release() gives up this process's hold of it" if self.is_primary else ""
-            raise DeviceScopeError(self, why)
+            why = "; release() gives up this process's hold of it" if self.is_primary else ""
+            raise DeviceScopeError(
+                f"{self} cannot be closed: the context belongs to somebody else{why}"
+            )
         with _closing:
             if not self._handle:
                 return
@@ -353,6 +352,6 @@ class PrimaryContext(Context):
         """
         ours: tuple[object, ...] = (self, self._device)
         if any(scope in ours for scope in open_scopes()):
-            raise DeviceScopeError(self, "cannot be released while a scope of it is open")
+            raise DeviceScopeError(f"{self} cannot be released while a scope of it is open")
         self._handle = 0
         self._device._unbind()

@@ -46,8 +46,7 @@ def driver_ordinal(backend: Backend, info: DeviceInfo) -> int:
     shown, wanted = backend.uuids(), _bare(info.uuid)
     ordinal = shown.index(wanted) if wanted in shown else -1
     if ordinal != info.device_id:
-        raise VisibleDevicesError(
-            os.environ.get("CUDA_VISIBLE_DEVICES"),
+        raise _misfit(
             f"CUDA {'does not show' if ordinal < 0 else f'has as {ordinal}'} the device {info} of "
             "the environment. Set CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER before anything uses "
             "CUDA, and do not change them afterwards",
@@ -61,11 +60,16 @@ def by_driver_ordinal(backend: Backend, ordinal: int) -> DeviceInfo:
     for info in inventory(backend).devices:
         if info.uuid.lower().endswith(wanted):  # the driver's has no prefix
             return info
-    raise VisibleDevicesError(
-        os.environ.get("CUDA_VISIBLE_DEVICES"),
+    raise _misfit(
         f"CUDA uses the device {wanted}, which the variable hides. CUDA read it when it was "
         "initialised: do not change it afterwards",
     )
+
+
+def _misfit(why: str) -> VisibleDevicesError:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = "not set" if visible is None else repr(visible)
+    return VisibleDevicesError(f"CUDA_VISIBLE_DEVICES is {seen}: {why}")
 
 
 def _bare(uuid: str) -> str:

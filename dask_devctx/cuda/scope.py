@@ -142,15 +142,14 @@ class Scope(ScopeBase):
                 entries[place + 1] = (above, previous, identity)
                 del entries[place]
                 raise DeviceScopeError(
-                    self,
-                    f"was left while that of {above!r}, entered after it, is open. Scopes that "
-                    "interleave come from a 'with' around an 'await' or a 'yield': use "
-                    "on_device(...), which leaves the device at each of them",
+                    f"the scope of {self} was left while that of {above!r}, entered after it, "
+                    "is open. Scopes that interleave come from a 'with' around an 'await' or a "
+                    "'yield': use on_device(...), which leaves the device at each of them",
                 )
         raise DeviceScopeError(
-            self,
-            f"was left on the thread {threading.current_thread().name!r}, which did not enter it. "
-            "Leave a scope on the thread that entered it; nothing was changed",
+            f"the scope of {self} was left on the thread {threading.current_thread().name!r}, "
+            "which did not enter it. Leave a scope on the thread that entered it; nothing was "
+            "changed",
         )
 
 
@@ -247,9 +246,9 @@ def _restore(scope: object, backend: Backend, previous: int, identity: int | Non
     _empty(calls)
     when = "before this scope was entered" if identity is None else "in the meantime"
     raise DeviceScopeError(
-        scope,
-        f"cannot restore the context 0x{previous:x}, which was destroyed {when}; this thread "
-        "has no current context now. Close a context after the scopes inside it",
+        f"the scope of {scope} cannot restore the context 0x{previous:x}, which was destroyed "
+        f"{when}; this thread has no current context now. Close a context after the scopes "
+        "inside it",
     )
 
 

@@ -15,10 +15,14 @@ from importlib import import_module
 from logging.handlers import QueueHandler
 from typing import TYPE_CHECKING, Any, Final
 
-from dask_devctx.errors import UnsupportedDaskError
+from dask_devctx.errors import DevctxError
 
 if TYPE_CHECKING:
     from distributed import Scheduler, Worker
+
+
+# The tests ran with these releases of dask and distributed, the oldest and the newest.
+TESTED: Final = ("2025.4.0", "2026.8.0")
 
 
 class _AsDasks(QueueHandler):
@@ -135,10 +139,16 @@ def check_scheduler(scheduler: Scheduler) -> None:
     _find(scheduler, ON_A_SCHEDULER, "distributed.Scheduler")
 
 
-def unsupported(name: str) -> UnsupportedDaskError:
-    """Return the error for a name that is missing."""
-    packages = map(import_module, ("dask", "distributed", "dask_devctx"))
-    return UnsupportedDaskError(name, *(package.__version__ for package in packages))
+def unsupported(name: str) -> DevctxError:
+    """Return the error for a name that is missing, which is raised before anything changes."""
+    dask, distributed, ours = (
+        import_module(one).__version__ for one in ("dask", "distributed", "dask_devctx")
+    )
+    return DevctxError(
+        f"dask-devctx {ours} uses {name}, which is not in dask {dask} and distributed "
+        f"{distributed}. Nothing was changed. Install a newer dask-devctx, or a dask and "
+        f"distributed that this one was tested with: {' to '.join(TESTED)}"
+    )
 
 
 def _find(start: Any, ways: Iterable[str], name: str) -> None:

@@ -31,7 +31,7 @@ def keep_annotations() -> None:
 
     Raises
     ------
-    UnsupportedDaskError
+    DevctxError
         The installed dask lacks a name that this package uses. Nothing was changed.
 
     Notes

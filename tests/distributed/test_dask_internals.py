@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import logging
-import pickle
 import re
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import dask
-import distributed
 import pytest
 
 import dask_devctx
-from dask_devctx import DevicePlugin, DeviceRouting, UnsupportedDaskError, dask_internals
+from dask_devctx import DevctxError, DevicePlugin, DeviceRouting, dask_internals
 from dask_devctx.dask_internals import ON_A_SCHEDULER, ON_A_WORKER
 from tests.distributed.changes import changes_of
 from tests.distributed.devices import on_cluster
@@ -71,13 +69,6 @@ def parts(name: str) -> tuple[Any, str]:
     return import_module(module), way
 
 
-def assert_says(error: UnsupportedDaskError, name: str) -> None:
-    assert error.name == name.replace(":", ".")
-    assert (error.dask, error.distributed) == (dask.__version__, distributed.__version__)
-    assert pickle.loads(pickle.dumps(error)).name == error.name
-    assert "2025.4.0 to" in str(error)
-
-
 def test_every_name_is_there() -> None:
     dask_internals.check()
 
@@ -106,9 +97,10 @@ async def test_without_a_name_nothing_is_changed(client: Any, scheduler: Any, wo
         with pytest.MonkeyPatch.context() as patch:
             take_away(patch, start, way)
             for kind in kinds:
-                with pytest.raises(UnsupportedDaskError) as error:
+                with pytest.raises(DevctxError) as error:
                     makers[kind]()
-                assert_says(error.value, name)
+                said = f"uses {name.replace(':', '.')}, which is not in dask {dask.__version__} "
+                assert said in str(error.value)
         if number % 10 == 0 or number == len(missing):  # it looks through the whole heap
             assert changes() == {}, f"{name}, or one of the nine before it"
         assert scheduler.handlers == handlers, name
@@ -121,7 +113,7 @@ def test_arrays_without_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     from dask_devctx.dask_internals.graphs import count_elements_on_device
 
     monkeypatch.delattr(backends, "_numel_arraylike")
-    with pytest.raises(UnsupportedDaskError, match="_numel_arraylike"):
+    with pytest.raises(DevctxError, match="_numel_arraylike"):
         count_elements_on_device(type("Array", (), {}))
 
 

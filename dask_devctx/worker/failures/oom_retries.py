@@ -38,7 +38,8 @@ class Retries:
         devices, device = call.devices, call.devices[0]
         requested = requested_nbytes(error)
         fitting = [one for one in devices if _fits(requested, one)]
-        dropped = sum(map(self._free, fitting))
+        for one in fitting:
+            self._free(one)
         with self._lock:
             self.counted[device] += 1
         call.attempts += 1
@@ -54,7 +55,6 @@ class Retries:
             requested,
             *_memory_info(device),
             discovery.processes(device._backend, device.info),
-            dropped,
             call.attempts,
             *((None, {}) if self.store is None else self.store.spill.stock(error, device)),
         )
@@ -71,16 +71,16 @@ class Retries:
             self.store.spill.wait_for_all(device)
         self._free(device)
 
-    def _free(self, device: Device) -> int:
-        """Free all memory of a device that is not in use; return the bytes of dropped values."""
-        dropped = 0 if self.store is None else self.store.spill.clear(device)
-        dropped += self.peers.free_staging(device)
+    def _free(self, device: Device) -> None:
+        """Free all memory of a device that is not in use."""
+        if self.store is not None:
+            self.store.spill.clear(device)
+        self.peers.free_staging(device)
         try:
             with device:
                 release_caches()
         except DevctxError:  # there is no room for a context, so no cache is on it
             logger.debug("no caches released on %s", device, exc_info=True)
-        return dropped
 
 
 def _fits(requested: int | None, device: Device) -> bool:

@@ -15,7 +15,7 @@ from distributed import Worker
 
 from dask_devctx.config.options import Options
 from dask_devctx.cuda.device import Device, named_devices
-from dask_devctx.errors import DeviceNotFoundError, DevicesInUseError
+from dask_devctx.errors import DeviceNotFoundError, DevicesInUseError, in_use
 from dask_devctx.scheduler.messages import CLAIM
 from dask_devctx.worker.leases import registration
 from dask_devctx.worker.leases.locks import Lock, held_devices, take
@@ -140,4 +140,4 @@ class DeviceShare:
     ) -> DevicesInUseError:
         own = self._of_cluster
         texts = {str(d.info): who.replace(own, " of its own cluster") for d, who in held.items()}
-        return DevicesInUseError(wanted, [str(device.info) for device in free], texts)
+        return in_use("this worker", wanted, [str(device.info) for device in free], texts)

@@ -329,8 +329,7 @@ def test_too_few_free_devices_are_told_at_once(
     assert time.monotonic() - start < 1
     assert capfd.readouterr().err == ""
     assert re.search(said, str(caught.value))
-    assert len(caught.value.free) == 4 - len(taken)
-    assert caught.value.by_cluster
+    assert "this cluster" in str(caught.value)
 
 
 def test_clusters_of_one_process_exclude_each_other() -> None:
