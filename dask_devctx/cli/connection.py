@@ -9,7 +9,7 @@ import click
 import dask
 from distributed.comm import get_address_host
 
-from dask_devctx.config.options import is_ucx, require_ucx
+from dask_devctx.config.options import require_ucx
 from dask_devctx.errors import DevctxError
 
 
@@ -34,8 +34,7 @@ def scheduler_address(scheduler: str | None, scheduler_file: str | None) -> str 
             "no scheduler: give its address, as tcp://scheduler:8786, or --scheduler-file"
         )
     with said():
-        if is_ucx(address):  # without UCX, dask raises a warning
-            require_ucx(address.partition(":")[0])
+        require_ucx(address)
         try:
             get_address_host(address)
         except ValueError as error:

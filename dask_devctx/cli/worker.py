@@ -12,7 +12,6 @@ import dask
 from distributed.cli.dask_worker import main as dask_worker
 
 from dask_devctx.cli.connection import said, scheduler_address
-from dask_devctx.client.arguments import NOT_NEEDED
 from dask_devctx.client.layout import lay_out
 from dask_devctx.config.checks import RMM, flag, key_of
 from dask_devctx.config.options import (
@@ -20,7 +19,7 @@ from dask_devctx.config.options import (
     RMM_NAMES,
     Options,
     fold_rmm,
-    is_ucx,
+    require_interface,
     require_packages,
     require_ucx,
     text_of,
@@ -56,49 +55,26 @@ _EVERYDAY: Final = (
     *("device_memory_limit", "memory_limit", "scheduler_file", "protocol", "interface"),
     *("name", "local_directory"),
 )
-_DASK_CUDAS: Final = (*RMM_NAMES, "enable_cudf_spill", "cudf_spill_stats", "pre_import")
-# Options of dask-cuda's command that change nothing here.
-_ACCEPTED: Final = {
-    "shared_filesystem": "--shared-filesystem/--no-shared-filesystem",
-    "jit_unspill": "--enable-jit-unspill/--disable-jit-unspill",
-    **{
-        f"enable_{name}": f"--enable-{name.replace('_', '-')}/--disable-{name.replace('_', '-')}"
-        for name in ("tcp_over_ucx", "infiniband", "nvlink", "rdmacm")
-    },
-}
-_SPELLINGS: Final = {
-    "enable_cudf_spill": ["--enable-cudf-spill/--disable-cudf-spill"],
-    "rmm_allocator_external_lib_list": [
-        "--rmm-allocator-external-lib-list",
-        "--set-rmm-allocator-for-libs",
-    ],
-}
 
 
 def option_names() -> list[str]:
     """Return the names of the plugin's options that the command has."""
-    own = [name for name in OPTION_NAMES if name not in _IN_PYTHON_ONLY]
-    return [*own, *_DASK_CUDAS]
+    return [name for name in (*OPTION_NAMES, *RMM_NAMES) if name not in _IN_PYTHON_ONLY]
 
 
 def _run(**given: Any) -> None:
     """Start the workers, as the command's options say, and wait for their end."""
     own = {name: given.pop(name) for name in option_names()}
-    for name in _ACCEPTED:
-        if given.pop(name):
-            click.echo(f"{name} is not needed: {NOT_NEEDED[name]}", err=True)
-    method, n_workers = given.pop("multiprocessing_method"), given.pop("n_workers")
+    n_workers = given.pop("n_workers")
     address = scheduler_address(given["scheduler"], given["scheduler_file"])
     if address is None and not Path(given["scheduler_file"]).exists():
         file = given["scheduler_file"]
         click.echo(f"Waiting for {file}, which dask scheduler --scheduler-file writes", err=True)
     with said():
-        if is_ucx(given["protocol"]):
-            require_ucx(given["protocol"])
+        require_ucx(given["protocol"])
+        require_interface(given["interface"])
         read = _read(own)
         settings = {f"devctx.{key_of(name)}": value for name, value in read.items()}
-        if method:
-            settings["distributed.worker.multiprocessing-method"] = method
         with dask.config.set(settings):
             options = Options(**read)
             require_packages(options)
@@ -142,9 +118,9 @@ def _parameters() -> Iterator[click.Parameter]:
     flags |= {f"rmm_{name}" for name, check in RMM.items() if check is flag}
     for name in option_names():
         key = key_of(name)
-        spellings = _SPELLINGS.get(name, [f"--{key}/--no-{key}" if name in flags else f"--{key}"])
+        spelling = f"--{key}/--no-{key}" if name in flags else f"--{key}"
         metavar = None if name in flags else "VALUE"
-        yield click.Option([*spellings, name], default=None, metavar=metavar, help=_text_of(name))
+        yield click.Option([spelling, name], default=None, metavar=metavar, help=_text_of(name))
     yield click.Option(
         ["--n-workers", "--nworkers", "n_workers"],
         type=click.IntRange(1),
@@ -157,13 +133,6 @@ def _parameters() -> Iterator[click.Parameter]:
         help="How many tasks dask gives a worker at a time. By default 8 for each task that its "
         "devices run at a time.",
     )
-    yield click.Option(
-        ["--multiprocessing-method"],
-        type=click.Choice(["spawn", "fork", "forkserver"]),
-        help="How a nanny starts its worker's process.",
-    )
-    for name, spelling in _ACCEPTED.items():
-        yield click.Option([spelling, name], default=None, help=f"Not needed: {NOT_NEEDED[name]}.")
     for param in dask_worker.params:
         if isinstance(param, click.Option) and param.name not in _OURS_TOO:
             yield param

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Iterator, Mapping
@@ -11,12 +10,22 @@ from dataclasses import replace
 from typing import Any
 
 import dask
+from dask.utils import get_named_args
+from distributed import Nanny, Worker
 from distributed.core import Status
 
-from dask_devctx.client.arguments import SETTINGS_OF_DASK_CUDA, has_nannies, without_dask_cudas
 from dask_devctx.client.layout import lay_out
-from dask_devctx.config.checks import key_of
-from dask_devctx.config.options import OPTION_NAMES, Options, require_packages, takes_options
+from dask_devctx.config.options import (
+    OPTION_NAMES,
+    RMM_NAMES,
+    Options,
+    fold_rmm,
+    refuse_unknown,
+    require_interface,
+    require_packages,
+    require_ucx,
+    takes_options,
+)
 from dask_devctx.cuda.device import devices
 from dask_devctx.dask_internals.scheduler import WatchedCluster, add_plugin, add_worker_plugin
 from dask_devctx.errors import DevicesInUseError
@@ -44,11 +53,9 @@ class LocalDeviceCluster(WatchedCluster):
         threads, which run the tasks without a device. By default, it is 8 for each task that the
         worker's devices run at a time, so that a queue for one device does not keep another device
         waiting. With a smaller number, the worker holds fewer results at a time.
-    plugin
-        The plugin itself, instead of its options.
     **kwargs
-        Further arguments of ``LocalCluster`` and of its workers, and those of dask-cuda's
-        ``LocalCUDACluster``: see "Move from dask-cuda" in the documentation.
+        Further arguments of ``LocalCluster`` and of its workers, and dask-cuda's ``rmm_…``: see
+        "Move from dask-cuda" in the documentation.
 
     Raises
     ------
@@ -67,9 +74,10 @@ class LocalDeviceCluster(WatchedCluster):
         A worker cannot start, for example because a script starts the cluster outside of ``if
         __name__ == "__main__":``.
     TypeError
-        An argument is unknown, or ``plugin`` is given together with its options.
+        An argument is unknown.
     ValueError
-        The workers need more devices than there are. Scaling up raises this too.
+        The workers need more devices than there are. Scaling up raises this too. Or an argument is
+        out of range.
     VisibleDevicesError
         ``CUDA_VISIBLE_DEVICES`` hides all devices.
 
@@ -88,34 +96,27 @@ class LocalDeviceCluster(WatchedCluster):
         n_workers: int | None = None,
         *,
         threads_per_worker: int | None = None,
-        plugin: DevicePlugin | None = None,
         **kwargs: Any,
     ) -> None:
         if not isinstance(n_workers, int | None):
             raise TypeError(
-                f"n_workers is a number of workers, got {n_workers!r}. The devices are "
-                "devices=[0, 1], or CUDA_VISIBLE_DEVICES='0,1'"
+                f"n_workers is a number of workers, got {n_workers!r}. Devices are named by "
+                "devices=[0, 1]"
             )
         if threads_per_worker is not None and threads_per_worker < 1:
             raise ValueError(f"threads_per_worker must be 1 or more, got {threads_per_worker}")
-        kwargs = without_dask_cudas({"n_workers": n_workers, **kwargs}, type(self))
-        n_workers = kwargs.pop("n_workers")
-        given = {name: kwargs.pop(name) for name in OPTION_NAMES if name in kwargs}
-        settings = {
-            f"devctx.{key_of(n)}": kwargs.pop(n) for n in SETTINGS_OF_DASK_CUDA & kwargs.keys()
-        }
-        if plugin is None:
-            with dask.config.set({key: v for key, v in settings.items() if v is not None}):
-                plugin = DevicePlugin(**given)
-        elif both := [n for n, value in {**given, **settings}.items() if value is not None]:
-            raise TypeError(f"give either a plugin or its options, got both: {', '.join(both)}")
+        kwargs = fold_rmm(_known(kwargs, type(self)))
+        require_ucx(kwargs.get("protocol"))
+        require_interface(kwargs.get("interface"))
+        if kwargs.get("memory_limit") == "auto":
+            del kwargs["memory_limit"]  # the machine's memory is divided among the workers
+        plugin = DevicePlugin(**{n: kwargs.pop(n) for n in OPTION_NAMES if n in kwargs})
         require_packages(plugin.options)
         processes = kwargs.get("processes") is not False
         self._layout = layout = lay_out(plugin.options, n_workers, processes=processes)
         if layout.held:
             names = ", ".join(map(str, layout.free)) or "none now"
             logger.warning("This cluster uses devices that are free, %s: %s", names, layout.held)
-        plugin = copy.copy(plugin)
         plugin.options = replace(plugin.options, **layout.options)
         plugin.is_required = True  # no worker of this cluster runs tasks without devices
         self._plugin = plugin
@@ -125,7 +126,7 @@ class LocalDeviceCluster(WatchedCluster):
         if "memory_limit" not in kwargs:
             kwargs["memory_limit"] = layout.memory_limit
         # A plugin that is registered later leaves the devices as they are.
-        if has_nannies(kwargs):
+        if _has_nannies(**kwargs):
             kwargs["config"] = _configuration(plugin.options, kwargs.get("config") or {})
         n_workers = layout.n_workers
         try:
@@ -185,6 +186,28 @@ class LocalDeviceCluster(WatchedCluster):
         if self.status in (Status.created, Status.starting, Status.running):
             for error in new:
                 raise error
+
+
+def _known(given: dict[str, Any], owner: type) -> dict[str, Any]:
+    """Return the arguments of a cluster; refuse those that neither it nor its workers have."""
+    worker_class = given.get("worker_class")
+    if worker_class is not None and not callable(worker_class):
+        raise TypeError(
+            f"worker_class is a class of nannies or of workers, got {worker_class!r}. Leave it out "
+            "for dask's own: the workers use their devices without a class such as CUDAWorker"
+        )
+    bases = {*owner.__mro__, *Nanny.__mro__, *Worker.__mro__}
+    bases.update(worker_class.__mro__ if isinstance(worker_class, type) else ())
+    named = {name for cls in bases for name in get_named_args(cls.__init__)}
+    refuse_unknown(given, named | {*OPTION_NAMES, *RMM_NAMES}, owner.__name__)
+    return given
+
+
+def _has_nannies(worker_class: object = None, processes: bool | None = None, **_: object) -> bool:
+    """Return whether each worker of a cluster has a process of its own."""
+    if worker_class is None:
+        return processes is not False
+    return not isinstance(worker_class, type) or issubclass(worker_class, Nanny)
 
 
 def _configuration(options: Options, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -199,6 +199,7 @@ def refuse_unknown(given: Mapping[str, Any], known: Collection[str], owner: str)
         else:
             near = nearest(name, known)
             remedy = f"Did you mean {near}?" if near else f"help({owner}) lists all options"
+            remedy = "Write devices=[0, 1]" if name == "CUDA_VISIBLE_DEVICES" else remedy
         raise TypeError(f"{owner} has no option {name!r}. {remedy}")
 
 
@@ -254,7 +255,15 @@ def is_ucx(protocol: str | None) -> bool:
     return protocol is not None and protocol.partition(":")[0] in ("ucx", "ucxx")
 
 
-def require_ucx(protocol: str) -> None:
-    """Check that UCX is installed; raise as :func:`require` does."""
-    if importlib.util.find_spec("ucp") is None:  # the package of earlier versions
-        require(f"protocol={protocol!r}", "distributed_ucxx")
+def require_ucx(protocol: str | None) -> None:
+    """Check that UCX is installed if a protocol or an address needs it."""
+    # dask itself only warns. "ucp" is the package of earlier versions.
+    if is_ucx(protocol) and importlib.util.find_spec("ucp") is None:
+        require(f"protocol={str(protocol).partition(':')[0]!r}", "distributed_ucxx")
+
+
+def require_interface(name: str | None) -> None:
+    """Check that this machine has a network interface."""
+    known = psutil.net_if_addrs()
+    if name is not None and name not in known:
+        raise ValueError(f"interface={name!r} is none of this machine's: {', '.join(known)}")

@@ -14,7 +14,7 @@ import pytest
 from cuda.bindings.driver import CUresult
 from distributed import Client
 
-from dask_devctx import DevicePlugin, driver
+from dask_devctx import driver
 from dask_devctx.driver.simulated import SimulatedMachine
 from tests.distributed.conftest import on_simulated_devices as on_simulated_devices
 from tests.distributed.conftest import simulation as simulation
@@ -55,18 +55,17 @@ def _open_files() -> list[str]:
 @pytest.fixture
 def client(request: pytest.FixtureRequest) -> Iterator[Client]:
     """A client of a cluster in this process; a parameter has the plugin's options."""
-    plugin = DevicePlugin(**getattr(request, "param", {}))
-    with started(plugin=plugin) as client:
+    with started(**getattr(request, "param", {})) as client:
         yield client
 
 
 @pytest.fixture
 def apart(request: pytest.FixtureRequest) -> Iterator[Client]:
     """A client of a cluster whose worker is a process; a parameter has the plugin's options."""
-    plugin = DevicePlugin(**getattr(request, "param", {}))
+    options = getattr(request, "param", {})
     with (
         dask.config.set({"distributed.scheduler.allowed-failures": 2}),
-        started(n_workers=1, silence_logs=False, plugin=plugin, processes=True) as client,
+        started(n_workers=1, silence_logs=False, processes=True, **options) as client,
     ):
         yield client
 

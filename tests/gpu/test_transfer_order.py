@@ -15,7 +15,7 @@ import dask
 import pytest
 from distributed import Client, wait
 
-from dask_devctx import Device, DevicePlugin, LocalDeviceCluster
+from dask_devctx import Device, LocalDeviceCluster
 from dask_devctx.transfer import release_held, stamp
 from dask_devctx.transfer.move import Move
 
@@ -243,7 +243,9 @@ def test_what_is_read_elsewhere_is_read_after_the_work_that_makes_it(library, re
                 protocol="tcp",
                 dashboard_address=":0",
                 memory_limit="64GiB",
-                plugin=DevicePlugin(devices=[0], device_memory_limit=0, **options),
+                devices=[0],
+                device_memory_limit=0,
+                **options,
             ) as cluster,
             Client(cluster) as client,
         ):

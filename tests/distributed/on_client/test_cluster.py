@@ -21,7 +21,6 @@ from distributed.utils_test import poll_for
 from dask_devctx import (
     DevctxError,
     Device,
-    DevicePlugin,
     DevicesInUseError,
     LocalDeviceCluster,
     devices,
@@ -62,7 +61,6 @@ PROCESSES = {"processes": True}
         ({"n_workers": 2, "devices": [3, "cuda:1"]}, {}, [[1], [3]], 8),
         ({"n_workers": 2, "devices_per_worker": 1}, {}, [[0], [1]], 8),
         ({"devices": [2], "threads_per_worker": 3}, {}, [[2]], 3),
-        ({"n_workers": 2, "plugin": DevicePlugin()}, {}, [[0, 1], [2, 3]], 16),
         ({"n_workers": 2}, HALVES, [[0], [2]], 8),
     ],
 )
@@ -73,8 +71,6 @@ def test_the_devices_and_threads_of_each_worker(
         client.wait_for_workers(len(expected), timeout=60)
         assert sorted(client.run(of_worker).values()) == expected
         assert {worker["nthreads"] for worker in workers_of(client).values()} == {threads}
-    if "plugin" in arguments:
-        assert arguments["plugin"].devices_per_worker is None, "what was given is not changed"
 
 
 def test_devices_that_show_no_memory_have_one_worker() -> None:
@@ -169,13 +165,11 @@ def test_it_takes_every_option_of_the_plugin() -> None:
     # RMM may be missing: tests/distributed/on_worker/test_allocators.py
     assert {*OPTION_NAMES} - given.keys() == {"allocator"}
     uuids = tuple(Device(n).uuid for n in (0, 2))
-    theirs = {"pre_import": ("wave",)}  # dask-cuda's argument, and configuration here
-    with LocalDeviceCluster(n_workers=2, **given, **theirs, **QUIET) as cluster:
+    with LocalDeviceCluster(n_workers=2, **given, **QUIET) as cluster:
         assert ordinals(cluster) == [[0], [2]]
         for worker in cluster.workers.values():
             options = dataclasses.asdict(worker.plugins["devctx"].options)
-            assert options.items() >= {**given, **theirs, "devices": uuids}.items()
-    assert DevicePlugin().pre_import is None
+            assert options.items() >= {**given, "devices": uuids}.items()
 
 
 def test_arguments_of_the_workers_reach_them() -> None:
@@ -243,11 +237,11 @@ def test_a_worker_that_cannot_be_set_up_fails_the_start(
     monkeypatch.syspath_prepend(tmp_path)
     before = set(psutil.Process().children(recursive=True))
     said = r"the worker [01] cannot use its devices.*: ImportError: libbroken\.so is missing"
-    with pytest.raises(DevctxError, match=said):
+    broken = dask.config.set({"devctx.pre-import": "broken_module"})
+    with broken, pytest.raises(DevctxError, match=said):
         LocalDeviceCluster(
             n_workers=2,
             devices=[0, 1],
-            pre_import="broken_module",
             processes=processes,
             dashboard_address=":0",
             silence_logs=50,
@@ -314,7 +308,6 @@ def test_the_next_cluster_gets_the_rest(
             r"For these, write devices=\[2, 3\], lower",
         ),
         ({"devices": [1, 2]}, (0, 1), "wants 2 devices for itself, and cuda:1 is held by pid"),
-        ({"CUDA_VISIBLE_DEVICES": "0,1"}, (0, 1), r"devices=\[2, 3\]"),
         ({"devices_per_worker": 3}, (0, 1), "wants 3 devices"),
         (QUIET, (0, 1, 2, 3), "No device is free."),
     ],

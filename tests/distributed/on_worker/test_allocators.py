@@ -17,6 +17,8 @@ import pytest
 from distributed import Worker
 
 from dask_devctx import Device, LocalDeviceCluster
+from dask_devctx.config.checks import key_of
+from dask_devctx.config.options import SETTINGS
 from dask_devctx.cuda.out_of_memory import release_caches
 from tests.distributed.devices import plugin_with, started
 
@@ -210,8 +212,10 @@ def test_a_package_that_is_missing_is_named_before_anything_starts(
     for name in ("rmm", "cupy", "cudf"):
         monkeypatch.setitem(sys.modules, name, None)
     threads = threading.active_count()
-    with pytest.raises(ImportError, match=said):
-        LocalDeviceCluster(**options)
+    settings = {f"devctx.{key_of(n)}": options[n] for n in SETTINGS if n in options}
+    given = {name: value for name, value in options.items() if name not in SETTINGS}
+    with dask.config.set(settings), pytest.raises(ImportError, match=said):
+        LocalDeviceCluster(**given)
     assert threading.active_count() == threads
 
 
