@@ -21,7 +21,7 @@ from distributed import Client, Scheduler
 from dask_devctx.client.live import refuse_unusable
 from dask_devctx.errors import DevctxError
 from dask_devctx.scheduler.history import DeviceHistory, KnownWorker
-from dask_devctx.scheduler.rows import HOST, Copy, Incident, Sample, TaskRun
+from dask_devctx.scheduler.rows import HOST, Copy, Incident, TaskRun
 
 Event = dict[str, Any]
 Row = TaskRun | Copy | Incident
@@ -33,7 +33,6 @@ class Stretch:
     """The known history of a stretch of time."""
 
     rows: list[tuple[str, Row]] = field(default_factory=list)
-    samples: list[tuple[str, Sample]] = field(default_factory=list)
     devices: Mapping[tuple[str, str], int] = field(default_factory=dict)
     workers: Mapping[str, KnownWorker] = field(default_factory=dict)
     lost: int = 0
@@ -93,7 +92,7 @@ def timeline(client: Client, path: str | os.PathLike[str], *, since: float = 0.0
     -----
     A process of the trace is a worker, and a thread is a device. Copies are slices on both ends,
     with an arrow. Within a worker, a copy of 1 MiB or more lasts for as long as the device needs;
-    smaller ones are not timed. Counters show memory, utilisation and the tasks on a device.
+    smaller ones are not timed.
 
     Examples
     --------
@@ -134,14 +133,8 @@ async def _of_scheduler(dask_scheduler: Scheduler, since: float) -> Stretch | No
         return None
     await history.collect()
     reading = history.rows()
-    samples = [
-        (worker, one)
-        for (worker, _), kept in history.samples.items()
-        for one in kept
-        if one.time >= since
-    ]
     rows = [pair for pair in reading.rows if (_begin(pair[1]) or 0.0) >= since]
-    return Stretch(rows, samples, history.devices, history.workers, reading.lost)
+    return Stretch(rows, history.devices, history.workers, reading.lost)
 
 
 # -- the file: a process of the trace is a worker, and a thread is a device. Slices of one thread
@@ -154,13 +147,12 @@ _KINDS: Final = ("", " sends", " receives")
 _NO_DEVICE: Final = -1
 # A slice of no duration has no place for an arrow.
 _SHORTEST_US: Final = 1.0
-_MEMORY: Final = ("held", "copies", "staging", "spilled", "others", "free")
 
 
 def trace(stretch: Stretch) -> dict[str, Any]:
     """Return the content of a trace file."""
     writer = _Writer(stretch)
-    events = [*writer.rows(), *writer.counters()]
+    events = [*writer.rows()]
     # Workers tell of the rows that they dropped before these were collected.
     told = [one for _, one in stretch.rows if isinstance(one, Incident) and one.what == "lost"]
     lost = stretch.lost + sum(one.count for one in told)
@@ -190,7 +182,7 @@ def _event(ph: str, pid: int, tid: int, ts: float, name: str, **content: Any) ->
 
 class _Writer:
     def __init__(self, stretch: Stretch) -> None:
-        times = [_begin(row) for _, row in stretch.rows] + [one.time for _, one in stretch.samples]
+        times = [_begin(row) for _, row in stretch.rows]
         self.origin = min((time for time in times if time is not None), default=0.0)
         self._stretch = stretch
         self._pids = {worker: n for n, worker in enumerate(stretch.workers, 1)}
@@ -289,21 +281,6 @@ class _Writer:
             return worker, end
         home = self._homes.get(end)
         return (end, None) if home is None else (home, end)
-
-    def counters(self) -> Iterator[Event]:
-        """Yield the counters of the devices' memory, utilisation and tasks."""
-        for worker, one in self._stretch.samples:
-            pid, ordinal = self._device((worker, one.uuid))
-            shares = {"GPU": one.utilization, "memory": one.bandwidth}
-            for about, values in (
-                ("memory (bytes)", {kind: getattr(one, f"memory_{kind}") for kind in _MEMORY}),
-                ("utilization (%)", {k: None if v is None else 100 * v for k, v in shares.items()}),
-                ("tasks", {"running": one.running, "queued": one.queued}),
-            ):
-                known = {kind: value for kind, value in values.items() if value is not None}
-                if known:
-                    name = f"cuda:{ordinal} {about}"
-                    yield _event("C", pid, 0, self._us(one.time), name, args=known)
 
     def names(self) -> Iterator[Event]:
         """Yield the names of the processes and threads; call this last."""

@@ -28,15 +28,12 @@ def check(content: dict[str, Any]) -> None:
     slices, flows = defaultdict(list), defaultdict(list)
     named = {(e["name"], e["pid"], e["tid"]): e["args"] for e in events if e["ph"] == "M"}
     for event in events:
-        assert event["ph"] in "XMCisf"
+        assert event["ph"] in "XMisf"
         assert isinstance(event["pid"], int)
         assert event["ts"] >= 0
         if event["ph"] == "X":
             assert event["dur"] > 0
             slices[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-        elif event["ph"] == "C":
-            assert event["args"]
-            assert all(isinstance(value, int | float) for value in event["args"].values())
         elif event["ph"] == "i":
             assert event["s"] in "gpt"
         elif event["ph"] in "sf":
