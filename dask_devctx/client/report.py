@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
@@ -10,18 +9,18 @@ from html import escape
 from textwrap import wrap
 from typing import Any, Final
 
-from distributed import Client, Scheduler, Worker
+from distributed import Client, Worker
 from distributed.deploy import Cluster
 
 from dask_devctx.client.live import aligned, by_device, cells, refuse_unusable
-from dask_devctx.errors import counted, listed, nbytes_text
+from dask_devctx.errors import counted, nbytes_text
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.rows import DeviceCounts, TaskRun, Transfer, added, known
 
 _COLUMNS: Final = 100
 # A rate of fewer bytes says nothing about a link.
 _LEAST_TIMED: Final = 2**20
-# So many suspects of a failure, and kinds of refused tasks, are named.
+# So many kinds of refused tasks are named.
 _MOST: Final = 5
 _BY_DEVICE: Final = (
     *("worker", "runs", "waits", "done", "failed", "use", "memory used", "kept", "spilled"),
@@ -87,28 +86,6 @@ class ReportedTransfer(Transfer):
     worker: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class FailedDevice:
-    """A device that failed, so that its worker ended.
-
-    Parameters
-    ----------
-    worker
-        The worker's address.
-    time
-        The time, in seconds since the epoch by the scheduler's clock.
-    device, uuid, status, suspects
-        As in :class:`~dask_devctx.DeviceFailedError`.
-    """
-
-    worker: str
-    time: float
-    device: str
-    uuid: str
-    status: str
-    suspects: tuple[str, ...]
-
-
 @dataclass(repr=False, eq=False)
 class Report(list[ReportedTask]):
     """The tasks that ran on a cluster's devices, the earliest first.
@@ -133,8 +110,6 @@ class Report(list[ReportedTask]):
         Whether each worker runs the plugin, by its address.
     silent
         The reason why a worker did not answer, by its address. The other attributes lack it.
-    failures
-        The latest devices that failed, each a :class:`FailedDevice`.
     """
 
     tasks: InitVar[Sequence[ReportedTask]] = ()
@@ -145,7 +120,6 @@ class Report(list[ReportedTask]):
     transfers: Sequence[ReportedTransfer] = field(default_factory=list)
     without_device: Sequence[ReportedTask] = field(default_factory=list)
     hosted: int = 0
-    failures: Sequence[FailedDevice] = field(default_factory=list)
 
     def __post_init__(self, tasks: Sequence[ReportedTask]) -> None:
         super().__init__(tasks)
@@ -213,7 +187,6 @@ async def _report(client: Client) -> Report:
     silent = {w: repr(one) for w, one in answers if isinstance(one, BaseException)}
     workers = {w: one is not None for w, one in answers if w not in silent}
     found = [(w, one) for w, one in answers if workers.get(w)]
-    failures: Any = await client.run_on_scheduler(_of_scheduler)
     tasks = [task for w, one in found for task in _tasks(one["runs"], w)]
     tasks.sort(key=lambda task: task.start or 0.0)
     devices = [
@@ -231,7 +204,6 @@ async def _report(client: Client) -> Report:
         [ReportedTransfer(**row, worker=w) for w, row in transfers],
         without_device=[task for task in tasks if task.uuid is None],
         hosted=sum(one["without_device"] for _, one in found),
-        failures=[FailedDevice(*one) for one in failures],
     )
 
 
@@ -247,16 +219,6 @@ def _tasks(rows: Sequence[Sequence[Any]], worker: str) -> list[ReportedTask]:
         elif tasks and tasks[-1].key == run.key:  # else the row of its first device was dropped
             tasks[-1] = replace(tasks[-1], device_ids=(*tasks[-1].device_ids, *here))
     return tasks
-
-
-def _of_scheduler(dask_scheduler: Scheduler) -> Any:
-    """Return the devices that failed."""
-    routing = dask_scheduler.plugins.get("devctx-routing")
-    failures = () if routing is None else routing.failures
-    return [(worker, at, *row[:3], tuple(row[4])) for worker, at, row in failures]
-
-
-_of_scheduler.__module__ = "__main__"  # sent by value, to a scheduler without this package too
 
 
 async def _of_worker(dask_worker: Worker) -> dict[str, Any] | None:
@@ -295,10 +257,6 @@ def _below(report: Report) -> Iterator[str]:
     bare = [worker for worker, runs in report.workers.items() if runs and worker not in having]
     if bare:
         yield f"with the plugin and without devices: {', '.join(bare)}"
-    for one in report.failures:
-        at = time.strftime("%H:%M:%S", time.localtime(one.time))
-        suspects = listed(one.suspects, _MOST) or "none"
-        yield f"failed at {at}: {one.device} of {one.worker}, {one.status}; suspects: {suspects}"
     refused = Counter((task.prefix, task.reason) for task in report.refused).most_common()
     for (prefix, reason), n in refused[:_MOST]:
         yield f"refused: {n} of {prefix}: {reason}"

@@ -113,7 +113,6 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         for address in scheduler.workers:
             self._cluster.join(address, time())
         self._suspects = SuspectTasks(scheduler)
-        self.failures = self._suspects.latest
         self._sharing = Sharing(scheduler, self._grace_s)
         acts: dict[str, Callable[..., Any]] = {
             ANNOUNCE: self._announced,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
-from time import time
 from typing import Any, Final
 
 from distributed import Scheduler
@@ -27,7 +25,6 @@ logger = logging.getLogger(__name__)
 _ONCE: Final = f"it says {RERUN}=False"
 _LOST: Final = f"its result was lost, and {_ONCE}"
 _NOT_AGAIN: Final = "Tasks that do not run again, and err if they are needed"
-_LATEST: Final = 5
 _SHOWN: Final = 8  # the most keys that a message in the log shows
 
 
@@ -40,8 +37,6 @@ class SuspectTasks:
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
-        # The latest failures: the worker, the time, and the fields of the error of each.
-        self.latest: deque[tuple[str, float, tuple[Any, ...]]] = deque(maxlen=_LATEST)
         self._scheduler = scheduler
         # The fields of each failed worker's error, and the tasks that are refused. While both are
         # empty, `moved` has nothing to do.
@@ -53,7 +48,6 @@ class SuspectTasks:
         if worker in self.failed_workers or worker not in self._scheduler.workers:
             return  # the event and the message say the same
         self.failed_workers[worker] = tuple(failure.fields)
-        self.latest.append((worker, time(), self.failed_workers[worker]))
         again, once, gone, erred = [], [], [], dict(failure.erred)
         for key in dict.fromkeys((*failure.suspects, *failure.bystanders)):
             ts = self._scheduler.tasks.get(key)

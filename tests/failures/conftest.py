@@ -14,7 +14,7 @@ import pytest
 from cuda.bindings.driver import CUresult
 from distributed import Client
 
-from dask_devctx import driver
+from dask_devctx import DeviceFailedError, driver
 from dask_devctx.driver.simulated import SimulatedMachine
 from tests.distributed.conftest import on_simulated_devices as on_simulated_devices
 from tests.distributed.conftest import simulation as simulation
@@ -68,6 +68,12 @@ def apart(request: pytest.FixtureRequest) -> Iterator[Client]:
         started(n_workers=1, silence_logs=False, processes=True, **options) as client,
     ):
         yield client
+
+
+def failures(client: Client) -> list[DeviceFailedError]:
+    """Return the errors of the devices that failed, by dask's events."""
+    events = [event for _, event in client.get_events("devctx")]
+    return [DeviceFailedError(*event["fields"]) for event in events if "fields" in event]
 
 
 def where_slowly(number: int, seconds: float = 0.02) -> tuple[int, int]:

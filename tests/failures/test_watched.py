@@ -14,11 +14,11 @@ from cuda.bindings.driver import CUresult
 from distributed import Client, get_worker, secede
 from distributed.utils_test import async_poll_for, poll_for
 
-from dask_devctx import Device, DevicePlugin, driver, report
+from dask_devctx import Device, DevicePlugin, driver
 from dask_devctx.annotations import WATCHED
 from dask_devctx.worker.failures.guard import Guard
 from tests.distributed.devices import on_cluster, with_plugin
-from tests.failures.conftest import leave_a_bad_kernel_running
+from tests.failures.conftest import failures, leave_a_bad_kernel_running
 from tests.failures.test_sticky import check_found, write_to_an_illegal_address
 
 # A task's second run, as after a failure with several suspects.
@@ -68,8 +68,8 @@ def test_a_failure_that_no_task_caused_is_the_fault_of_nobody(
             time.sleep(0.5)
             innocent = apart.submit(time.sleep, 0.0)
     assert innocent.result(timeout=30) is None
-    poll_for(lambda: report(apart).failures, timeout=10)
-    assert {failure.suspects for failure in report(apart).failures} == {()}
+    poll_for(lambda: failures(apart), timeout=10)
+    assert {failure.suspects for failure in failures(apart)} == {()}
 
 
 def test_a_task_of_several_devices_is_a_suspect_on_all(apart: Client) -> None:
