@@ -89,13 +89,6 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         for text in config.unknown_keys():
             warnings.warn(text, stacklevel=2)
         self.options = Options(**options)
-        if self.options.rmm_async and self.options.rmm_pool_size is not None:
-            warnings.warn(
-                "'rmm_pool_size' is not needed when 'rmm_async' is enabled: the asynchronous "
-                "allocator is a pool itself. Leave it out",
-                FutureWarning,
-                stacklevel=2,
-            )
         remembered_tasks()  # each worker reads this; a bad value is refused here
 
     def __getattr__(self, name: str) -> Any:

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
-import click
-import dask
 from distributed import Scheduler, Worker, WorkerPlugin
 
-from dask_devctx.config.options import Options
-from dask_devctx.cuda.device import named_devices
 from dask_devctx.dask_internals.worker import set_up_at_start
-from dask_devctx.errors import DevctxError
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.routing import DeviceRouting
 from dask_devctx.worker.leases.registration import NOT_STARTED
@@ -49,22 +42,3 @@ class _Failing(WorkerPlugin):  # type: ignore[misc]
     async def setup(self, worker: Worker) -> None:
         self._error.add_note(NOT_STARTED)
         raise self._error
-
-
-def _divide() -> None:
-    """Let ``dask worker --preload dask_devctx`` divide the devices by its ``--nworkers``."""
-    context = click.get_current_context(silent=True)
-    command = getattr(context and context.command.callback, "__module__", "")
-    # A process that is forked from this one later must find the driver untouched.
-    forks = dask.config.get("distributed.worker.multiprocessing-method", "spawn") != "spawn"
-    workers = "" if context is None else str(context.params.get("n_workers"))
-    if command != "distributed.cli.dask_worker" or forks or not workers.isdecimal():
-        return
-    with suppress(DevctxError, TypeError, ValueError):  # the worker's start names what is wrong
-        options = Options()
-        if options.devices_per_worker is None and not options.shared:
-            each = len(named_devices(options.devices)) // max(int(workers), 1)
-            dask.config.set({"devctx.devices-per-worker": max(each, 1)})
-
-
-_divide()

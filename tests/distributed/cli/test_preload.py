@@ -76,9 +76,8 @@ def test_several_hosts(address: str) -> None:
 def test_workers_of_a_machine_share_it_out(address: str) -> None:
     env = {"DASK_DEVCTX__DEVICES_PER_WORKER": "2"}
     with ExitStack() as stack:
-        # one command with two workers, and their nannies: it divides the devices
-        command = (*WORKER[:1], "--nworkers", "2", *WORKER[1:])
-        stack.enter_context(dask_command(*command, address))
+        command = (*WORKER[:1], "--nworkers", "2", *WORKER[1:])  # with their nannies
+        stack.enter_context(dask_command(*command, address, env=env))
         client = stack.enter_context(Client(address))
         client.wait_for_workers(2, timeout=30)
         names = []
