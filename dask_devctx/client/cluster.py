@@ -167,25 +167,13 @@ class LocalDeviceCluster(WatchedCluster):
         await add_plugin(self.scheduler, self._routing)
         await add_worker_plugin(self.scheduler, self._plugin)
 
-    def _worker_left(self) -> None:
-        """Let scaling replace the workers that could not use their devices."""
-        there = {worker.name for worker in self.scheduler.workers.values()}
-        for name in self._routing.refused.keys() - there:
-            self._forget(name)
-
     @contextmanager
     def _scaling(self) -> Iterator[None]:
         refused = self._routing.refused  # workers that could not use their devices, and left
-        earlier = set(refused)
+        refused.clear()
         yield
-        new = [error for name, error in refused.items() if name not in earlier]
-        there = {worker.name for worker in self.scheduler.workers.values()}
-        for name in earlier - there:  # one that is still leaving is forgotten when it has left
-            self._forget(name)  # this may be before the cluster is told that it has left
-            refused.pop(name, None)
-        if self.status in (Status.created, Status.starting, Status.running):
-            for error in new:
-                raise error
+        if refused and self.status in (Status.created, Status.starting, Status.running):
+            raise next(iter(refused.values()))
 
 
 def _known(given: dict[str, Any], owner: type) -> dict[str, Any]:

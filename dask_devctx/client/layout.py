@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import platform
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +13,9 @@ from dask_devctx.config.options import LOOK_AHEAD, Options, fair_memory
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device, devices, named_devices
 from dask_devctx.errors import VisibleDevicesError, counted, held_text, in_use
-from dask_devctx.graph.calls import users_level
 from dask_devctx.plugin import held_devices
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -105,11 +106,8 @@ def lay_out(options: Options, n_workers: int | None, *, processes: bool) -> Layo
         share = own["devices_per_worker"] = max(len(free) // among, 1)
     left_over = len(free) - started * (share or len(free))
     if started and left_over > 0 and (divided or n_workers is None):
-        warnings.warn(
-            f"{counted(started, 'worker')} will use {len(free) - left_over} of the {len(free)} "
-            f"devices, {share} each: {counted(left_over, 'device')} will be idle",
-            stacklevel=users_level(),
-        )
+        workers, idle = counted(started, "worker"), counted(left_over, "device")
+        logger.warning("%s will use %s each: %s will be idle", workers, share, idle)
     text = held_text({str(device): who for device, who in held.items()})
     layout = Layout(options, own, used, started, share, free, text)
     layout.check(started)

@@ -91,7 +91,7 @@ _BY_OWNER: Final = {
         "annotations host_restrictions loose_restrictions worker_restrictions"
     ),
     "distributed.deploy.spec:SpecCluster.": (
-        "__await__ _close _correct_state_internal _new_worker_name _start _update_worker_status"
+        "__await__ _close _correct_state_internal _start _update_worker_status"
     ),
     "distributed.deploy.cluster:Cluster.": "_update_worker_status",
     "distributed.protocol.cuda:": "cuda_deserialize._lookup cuda_serialize._lookup",

@@ -102,36 +102,22 @@ def has_dashboard(scheduler: Scheduler) -> bool:
 
 
 class WatchedCluster(LocalCluster):  # type: ignore[misc]
-    """A ``LocalCluster`` whose subclasses are told when its scheduler runs and a worker leaves."""
-
-    _names_left_out = 0
+    """A ``LocalCluster`` whose subclasses are told when its scheduler runs, and when it scales."""
 
     async def _scheduler_runs(self) -> None:
         """Called when the scheduler runs and there are no workers yet."""
-
-    def _worker_left(self) -> None:
-        """Called when a worker has left the scheduler."""
 
     def _scaling(self) -> AbstractContextManager[None]:
         """Return a context manager that is open while workers are started and closed."""
         return nullcontext()
 
-    def _forget(self, name: object) -> None:
-        """Let scaling replace a worker that is gone by one with another name."""
-        if self.worker_spec.pop(name, None):
-            self._names_left_out += 1  # dask still knows this name
-
     # -- dask's own
-
-    def _new_worker_name(self, worker_number: int) -> Any:
-        return super()._new_worker_name(worker_number + self._names_left_out)
 
     def _update_worker_status(self, op: str, msg: Any) -> None:
         # Some time after a worker was lost, dask closes its nanny if no worker of this name is
         # there at that moment. But the worker may have come back and been lost again just now. A
         # nanny that runs starts another worker by itself, so it stays open.
         if op == "remove":
-            self._worker_left()
             if msg not in self.scheduler_info["workers"]:
                 return  # dask has newer data from the scheduler, and would stop listening here
             name = self.scheduler_info["workers"][msg]["name"]

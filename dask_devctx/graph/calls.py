@@ -1,4 +1,4 @@
-"""A client's warnings of annotations that go astray.
+"""A client's warning of annotations that nobody heeds.
 
 The calls are watched wherever this package is imported after distributed.
 """
@@ -6,35 +6,22 @@ The calls are watched wherever this package is imported after distributed.
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 from weakref import WeakSet
 
 import dask
 from distributed import Client, get_worker
 
 from dask_devctx.annotations import NAMES, about_no_plugin
-from dask_devctx.cuda.scope import open_scopes
-
-_NOT_THE_USERS: Final = frozenset({"contextlib", "dask", "dask_devctx", "distributed", "functools"})
 
 _asked: WeakSet[Client] = WeakSet()
 
 
-def users_level() -> int:
-    """Return the ``stacklevel`` with which a warning of the caller points at the user's line."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_THE_USERS:
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-def _watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _watched(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(self: Client, *args: Any, **kwargs: Any) -> Any:
-        _before(self, name, args)
         found = original(self, *args, **kwargs)
         _after(self)
         return found
@@ -49,22 +36,6 @@ def _in_a_task() -> bool:
     except ValueError:
         return False
     return True
-
-
-def _before(client: Client, name: str, args: tuple[Any, ...]) -> None:
-    """Warn of an open scope, which the tasks of a call know nothing of."""
-    scopes = open_scopes()
-    if not scopes or not NAMES.isdisjoint(dask.get_annotations()) or _in_a_task():
-        return
-    device = getattr(getattr(scopes[-1], "device", scopes[-1]), "device_id", None)
-    if device is None or (args and getattr(type(args[0]), "carries_device", False)):
-        return
-    warnings.warn(
-        f"the scope of cuda:{device} is open, but client.{name} runs its tasks on any device: a "
-        f"scope is for code that runs here. Write with dask.annotate(device={device}): "
-        f'client.{name}(...), or device="auto" where any device is right',
-        stacklevel=users_level(),
-    )
 
 
 def _after(client: Client) -> None:
@@ -96,4 +67,4 @@ def _is_heeded(dask_scheduler: Any) -> bool | None:
 
 _is_heeded.__module__ = "__main__"  # sent by value, to a scheduler without this package too
 for _name in ("submit", "map", "compute", "persist", "get"):
-    setattr(Client, _name, _watched(_name, getattr(Client, _name)))
+    setattr(Client, _name, _watched(getattr(Client, _name)))

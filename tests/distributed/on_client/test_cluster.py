@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import re
 import time
 from contextlib import ExitStack
@@ -81,19 +80,19 @@ def test_devices_that_show_no_memory_have_one_worker() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said", "expected"),
     [
-        ({"n_workers": 3}, "3 workers will use 3 of the 4 devices, 1 each: 1 d", EACH[:3]),
-        ({"devices_per_worker": 3}, "1 worker .* 3 each: 1 device will be idle", [[0, 1, 2]]),
+        ({"n_workers": 3}, "3 workers will use 1 each: 1 device will be idle", EACH[:3]),
+        ({"devices_per_worker": 3}, "1 worker will use 3 each: 1 device will b", [[0, 1, 2]]),
     ],
 )
 def test_devices_that_are_left_over_are_told(
-    arguments: dict[str, Any], said: str, expected: list[list[int]]
+    arguments: dict[str, Any],
+    said: str,
+    expected: list[list[int]],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with (
-        pytest.warns(UserWarning, match=said) as caught,
-        LocalDeviceCluster(**arguments, **QUIET) as cluster,
-    ):
+    with LocalDeviceCluster(**arguments, **QUIET) as cluster:
         assert ordinals(cluster) == expected
-    assert [one.filename for one in caught] == [__file__]
+    assert said in caplog.text
 
 
 def leftovers(before: set[psutil.Process]) -> set[psutil.Process]:
@@ -205,30 +204,6 @@ def test_more_workers_than_there_is_room_for_are_refused() -> None:
                 grow(4)
 
 
-class ToldLate(LocalDeviceCluster):
-    """It scales again before it knows that a worker has left."""
-
-    def _update_worker_status(self, op: str, msg: Any) -> None:
-        told = functools.partial(super()._update_worker_status, op, msg)
-        if op == "remove":
-            self.scale(3)
-        self.loop.call_later(0.02 if op == "remove" else 0, told)
-
-
-@pytest.mark.parametrize("kind", [LocalDeviceCluster, ToldLate])
-def test_devices_that_were_in_use_are_taken_when_they_are_free(
-    kind: type[LocalDeviceCluster],
-) -> None:
-    share = acquire(devices(), 3, holder="somebody")
-    with started(kind, n_workers=1, devices_per_worker=1) as client:
-        cluster: Any = client.cluster
-        cluster.adapt(minimum=3, interval="100ms")  # it tries again by itself
-        time.sleep(0.5)
-        assert client.submit(here, pure=False).result(timeout=10) == 3
-        share.release()
-        client.wait_for_workers(3, timeout=10)
-
-
 @pytest.mark.parametrize("processes", [False, True])
 def test_a_worker_that_cannot_be_set_up_fails_the_start(
     processes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -335,10 +310,7 @@ def test_clusters_of_one_process_exclude_each_other() -> None:
 
 
 def test_a_cluster_that_got_the_rest_grows_no_further() -> None:
-    with held(0, 1):
-        with pytest.warns(UserWarning, match="1 device will be idle"):
-            cluster = LocalDeviceCluster(devices_per_worker=1, **QUIET)
-        with cluster:
-            assert cluster.adapt().maximum == 2
-            with pytest.raises(ValueError, match="would need 3, and the cluster has 2"):
-                cluster.scale(3)
+    with held(0, 1), LocalDeviceCluster(devices_per_worker=1, **QUIET) as cluster:
+        assert cluster.adapt().maximum == 2
+        with pytest.raises(ValueError, match="would need 3, and the cluster has 2"):
+            cluster.scale(3)
