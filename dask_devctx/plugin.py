@@ -125,7 +125,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             continues without devices: tasks that ask for one fail with the same error, and all
             other tasks run as before. dask keeps the plugin; a note on the error says how to remove
             it.
-        UnsupportedDaskError
+        DevctxError
             The worker's dask or distributed lacks a name that this package uses.
         ValueError
             The worker has another plugin of this kind, with another name.
