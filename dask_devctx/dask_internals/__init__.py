@@ -55,7 +55,8 @@ _BY_OWNER: Final = {
     "dask.blockwise:": "fuse_roots optimize_blockwise",
     "dask.highlevelgraph:": "MaterializedLayer",
     "distributed.worker_state_machine:": (
-        "ExecuteFailureEvent ExecuteSuccessEvent GatherDepFailureEvent GatherDepSuccessEvent"
+        "ExecuteFailureEvent ExecuteSuccessEvent GatherDepFailureEvent GatherDepSuccessEvent "
+        "RescheduleEvent"
     ),
     "distributed.worker_state_machine:TaskState.": "annotations metadata run_spec",
     "distributed.utils:": "thread_state",

@@ -19,7 +19,11 @@ from dask._task_spec import DataNode, GraphNode, Task
 from distributed import Worker
 from distributed.threadpoolexecutor import ThreadPoolExecutor as ThreadPoolExecutor
 from distributed.threadpoolexecutor import rejoin, secede, thread_state
-from distributed.worker_state_machine import ExecuteFailureEvent, ExecuteSuccessEvent
+from distributed.worker_state_machine import (
+    ExecuteFailureEvent,
+    ExecuteSuccessEvent,
+    RescheduleEvent,
+)
 
 from dask_devctx.dask_internals.worker import replaced
 
@@ -89,6 +93,10 @@ def executed_by(
         event = None
         try:
             event = await execute(key, stimulus_id=stimulus_id)
+        except asyncio.CancelledError:  # the worker closes: dask logs a line for each of these
+            if not getattr(stand_in, "waits", False):
+                raise
+            event = RescheduleEvent(key=key, stimulus_id=stimulus_id)
         finally:
             if ts.run_spec is stand_in:  # else the task was requested again meanwhile
                 ts.run_spec = task

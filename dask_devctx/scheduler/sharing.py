@@ -149,17 +149,19 @@ class Sharing:
         return set().union(*(one.uuids for one in (*self._shares.values(), *self._left)))
 
     def _as_before(self, address: str, claim: Claim) -> Claim:
-        """Let a worker have its own devices, or those of a worker whose place it takes."""
+        """Let a worker have its own devices, or those of workers whose place it takes."""
         share = self._shares.pop(address, None)
-        if share is None:
-            free = set(claim.candidates) - self._taken()
-            for one in self._left:
-                if one.name == claim.name or (len(free) < (claim.number or 1) and share is None):
-                    share = one
-            if share is None:
-                return claim
-            self._left.remove(share)
-            if claim.number is None:
-                mine = [uuid for uuid in claim.candidates if uuid in share.uuids]
-                claim = claim._replace(candidates=mine)
-        return claim._replace(before=share.uuids)
+        if share is not None:
+            return claim._replace(before=share.uuids)
+        before: set[str] = set()
+        free = set(claim.candidates) - self._taken()
+        for one in sorted(self._left, key=lambda one: one.name != claim.name):
+            theirs = set(claim.candidates).intersection(one.uuids)
+            if theirs and (one.name == claim.name or len(free) < (claim.number or 1)):
+                self._left.remove(one)
+                before |= theirs
+                free |= theirs
+        if before and claim.number is None:
+            mine = [uuid for uuid in claim.candidates if uuid in before]
+            claim = claim._replace(candidates=mine)
+        return claim._replace(before=before)
