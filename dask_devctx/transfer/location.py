@@ -83,30 +83,25 @@ class BytesByDevice(Registry):
     def __call__(self, value: object) -> dict[Device, int]:
         if walk.find(type(value)) is walk.LEAF:
             return self._count(value)
-        return {} if walk.is_plain(value) else self.found_in(value, told=True)
-
-    def found_in(self, value: object, *, told: bool = False) -> dict[Device, int]:
-        """Return the same as a call, without a message in the log unless it is ``told``."""
-        total, complete = self._look(value, walk.AT_MOST)
-        if total and not complete:
-            return self._look(value)[0]
-        if told and not complete and type(value) not in _told:
+        total, complete = self.found_in(value)
+        if not complete and not total and type(value) not in _told:
             _told.add(type(value))
             logger.warning(_CUT_SHORT, type(value).__qualname__, walk.AT_MOST)
         return total
 
-    def estimated(self, value: object) -> tuple[dict[Device, int], bool]:
-        """Return an estimate, and whether it is exact; takes less than a millisecond."""
-        return ({}, True) if walk.is_plain(value) else self._look(value, walk.AT_MOST_ON_LOOP)
-
-    def _look(self, value: object, at_most: int | None = None) -> tuple[dict[Device, int], bool]:
+    def found_in(
+        self, value: object, at_most: int | None = walk.AT_MOST
+    ) -> tuple[dict[Device, int], bool]:
+        """Return the same as a call, and whether the search of so many objects was enough."""
         total: dict[Device, int] = {}
+        if walk.is_plain(value):
+            return total, True
         try:
             for leaf in walk.leaves(value, at_most):
                 for device, nbytes in self._count(leaf).items():
                     total[device] = total.get(device, 0) + nbytes
-        except walk.TooManyError as error:
-            return {device: round(n * error.times) for device, n in total.items()}, False
+        except walk.TooManyError:
+            return self.found_in(value, None) if total else (total, False)
         return total, True
 
     def _count(self, leaf: Any) -> dict[Device, int]:
@@ -127,7 +122,7 @@ def _on_one_device(value: Any) -> dict[Device, int]:
         return {}
     device, nbytes = Device(which), getattr(value, "nbytes", None)
     if nbytes is None:
-        nbytes = nbytes_by_device.found_in(gc.get_referents(value)).get(device, 0)
+        nbytes = nbytes_by_device.found_in(gc.get_referents(value))[0].get(device, 0)
     return {device: int(nbytes)}
 
 

@@ -177,11 +177,7 @@ def _by_type(parts: Sequence[Any]) -> dict[type, list[Any]]:
 
 
 class TooManyError(Exception):
-    """A value has more objects than a search looks at: about ``times`` as many."""
-
-    def __init__(self, times: float) -> None:
-        super().__init__(times)
-        self.times = times
+    """A value has more objects than a search looks at."""
 
 
 def walk(
@@ -198,7 +194,7 @@ def walk(
     seen = {} if seen is None else seen  # keeps the values, so that ids are not reused
     first, later = deque[Any](), deque[Any]()
     most = sys.maxsize if at_most is None else at_most
-    types_left, looked, missed, complete = most * _TYPES_PER_OBJECT, 0, 0, True
+    types_left, looked, complete = most * _TYPES_PER_OBJECT, 0, True
     if id(root) not in seen:
         seen[id(root)] = root
         if find(type(root)) is LEAF:
@@ -227,19 +223,16 @@ def walk(
             if find(kind) is LEAF:
                 leaves = fresh[: most - looked]
                 looked += len(leaves)
-                missed += len(fresh) - len(leaves)
+                complete &= len(leaves) == len(fresh)
                 if leaves:
                     yield LEAF, leaves
             else:
                 first += _ends(fresh, _SAMPLE)
                 later += fresh[_SAMPLE - 2 : -2]
-            if len(fresh) == len(some):  # not the same objects, many times
-                missed += len(every) - len(parts)
         # NumPy's arrays have objects of one kind: the ends of plain ones, such as texts, do.
         complete &= len(parts) == len(every) or (found is _members and not wanted)
-    missed += len(first) + len(later)
-    if missed or not complete:
-        raise TooManyError(1 + missed / max(looked, 1))
+    if first or later or not complete:
+        raise TooManyError
 
 
 def _ends(parts: Sequence[Any], at_most: int) -> Sequence[Any]:

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 from dask_devctx import Device
-from dask_devctx.transfer import device_of, location, nbytes_by_device, to_device
+from dask_devctx.transfer import device_of, location, nbytes_by_device, to_device, walk
 from tests.transfer.hostile import ByReduce, Thing
 from tests.transfer.shapes import array
 
@@ -75,7 +75,7 @@ def test_host_data_is_itself_and_looked_at_for_a_moment(kind: str) -> None:
 
     sys.setprofile(called)
     try:
-        places, _ = nbytes_by_device.estimated(value)
+        places, _ = nbytes_by_device.found_in(value, walk.AT_MOST_ON_LOOP)
     finally:
         sys.setprofile(None)
     assert places == {}
@@ -87,7 +87,7 @@ def test_a_thousand_objects_are_looked_at_and_a_value_with_more_is_told_once(cap
     assert nbytes_by_device(value) == {}
     assert 900 < Watched.looked <= 1_000
     Watched.looked = 0
-    assert nbytes_by_device.estimated(value) == ({}, False)
+    assert nbytes_by_device.found_in(value, walk.AT_MOST_ON_LOOP) == ({}, False)
     assert 90 < Watched.looked <= 100
     assert nbytes_by_device([[i] for i in range(2_000)]) == {}
     (said,) = [record.getMessage() for record in caplog.records]
@@ -116,15 +116,6 @@ def test_an_array_is_found_wherever_it_hides(around: Callable[[Any], Any]) -> No
     value = around(array(3))
     assert device_of(to_device(value, 1)) is Device(1)
     assert device_of(value) is Device(3)
-
-
-def test_what_is_estimated_is_about_right() -> None:
-    x = array(1, 100)
-    for value, nbytes in (([x] * 5_000, 800), ([array(1, 1) for _ in range(5_000)], 40_000)):
-        places, complete = nbytes_by_device.estimated(value)
-        assert not complete
-        assert places[Device(1)] == pytest.approx(nbytes, rel=0.2)
-    assert nbytes_by_device.estimated([x, {"a": x}]) == ({Device(1): 800}, True)
 
 
 class Wrapped:

@@ -180,11 +180,9 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
     def _new(self, key: Hashable, whole: Any) -> Value | None:
         """Return a value, counted if it is on devices; None if not all of it was looked at."""
         try:
-            nbytes, exact = nbytes_by_device.estimated(whole)
-            if not exact:
-                if not nbytes:
-                    return None
-                nbytes = nbytes_by_device(whole)
+            nbytes, complete = nbytes_by_device.found_in(whole, walk.AT_MOST_ON_LOOP)
+            if not complete:
+                return None
         except Exception:  # of a user's type; the task that gets the value fails with it
             return None
         value = Value(key, whole, nbytes)

@@ -101,7 +101,7 @@ class Use:
                 self._before = note_devices(self._run.known)
             if self._devices and self._store.moves_inputs:
                 if may_hold_arrays(self.task):
-                    found = nbytes_by_device.found_in(self.task)
+                    found = nbytes_by_device.found_in(self.task)[0]
                     if found.keys() - {*self._devices}:  # not changed: it may run elsewhere again
                         self.task = Move(self._devices[0], guard_source=False).run(self.task)
                 if self.data:
