@@ -291,11 +291,6 @@ class WorkCalls:
         with RelaxedCapture(self):
             self._value(self.driver.cuMemHostUnregister, host)
 
-    def address_range(self, pointer: int) -> tuple[int, int]:
-        """Return the start and the size in bytes of the allocation that contains this address."""
-        base, nbytes = self._value(self.driver.cuMemGetAddressRange, pointer)
-        return int(base), int(nbytes)
-
     def stream_synchronize(self, stream: int) -> None:
         """Wait until the stream has finished its work."""
         with RelaxedCapture(self):

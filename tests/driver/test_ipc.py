@@ -78,7 +78,6 @@ def both_see_one_memory(kind):
     with Peer(kind) as peer:
         calls = calls_of(kind)
         pointer = calls.work.ipc_open(peer.handle)
-        assert calls.work.address_range(pointer) == (pointer, 4 * 2**20)
         assert calls.work.copy_to_host(pointer, 8) == b"exported"
         calls.work.copy_from_host(pointer, b"imported")
         calls.synchronize()

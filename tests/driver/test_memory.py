@@ -187,15 +187,6 @@ def test_memory_that_was_freed_is_an_invalid_value(kind, use, child):
     assert done.stdout.split() == ["CUDA_ERROR_INVALID_VALUE"], done.stderr
 
 
-def test_the_allocation_around_an_address(calls):
-    pointer = calls.work.allocate(5 * 2**20)
-    assert calls.work.address_range(pointer) == (pointer, 5 * 2**20)
-    assert calls.work.address_range(pointer + 5 * 2**20 - 1) == (pointer, 5 * 2**20)
-    calls.work.free(pointer)
-    with pytest.raises(DriverError, match="CUDA_ERROR_NOT_FOUND"):
-        calls.work.address_range(pointer)
-
-
 def test_without_a_context_there_is_no_work(calls, pointer):
     calls.set_current(0)
     for use in (
@@ -206,7 +197,6 @@ def test_without_a_context_there_is_no_work(calls, pointer):
         lambda: calls.work.ipc_export(pointer),
         lambda: calls.work.ipc_open(bytes(64)),
         lambda: calls.work.ipc_close(pointer),
-        lambda: calls.work.address_range(pointer),
     ):
         with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_CONTEXT"):
             use()

@@ -56,14 +56,6 @@ class SimulatedDriver(SimulatedStreams):
         if int(pointer) and not self._memory.free(int(pointer)):
             raise Refused(Status.CUDA_ERROR_INVALID_VALUE)
 
-    @function(2, works=True)
-    def cuMemGetAddressRange(self, pointer: Any) -> Any:
-        self._here()
-        block = self._memory.find(int(pointer))
-        if block is None:
-            raise Refused(Status.CUDA_ERROR_NOT_FOUND)
-        return types.CUdeviceptr(block.base), block.nbytes
-
     def block(self, pointer: int) -> Block | None:
         """Return the allocation with this address; for simulated libraries, not a CUDA function."""
         return self._memory.find(pointer)

@@ -25,11 +25,10 @@ from dask_devctx.transfer.libraries import MODULES, named
 
 
 class Place(NamedTuple):
-    """Bytes in a buffer of another process: its handle, their offset and length."""
+    """Bytes in a buffer of another process: its handle and their offset."""
 
     handle: bytes
     offset: int
-    nbytes: int
 
 
 class Described(NamedTuple):

@@ -12,7 +12,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.errors import DevctxError
 from dask_devctx.transfer.events import is_captured
 from dask_devctx.transfer.ipc import lanes
-from dask_devctx.transfer.ipc.parcel import Header, Place, allocate
+from dask_devctx.transfer.ipc.parcel import Header, allocate
 from dask_devctx.transfer.ipc.ranges import in_a_row
 
 
@@ -20,21 +20,8 @@ class Opened:
     """A buffer of another process that is open here on a device, for as long as this object is."""
 
     def __init__(self, device: Device, handle: bytes) -> None:
-        work = device._backend.calls.work
-        self.pointer = work.ipc_open(handle)
+        self.pointer = device._backend.calls.work.ipc_open(handle)
         weakref.finalize(self, _close, device, self.pointer).atexit = False
-        self.nbytes: int | None = None  # if the driver does not tell it
-        with suppress(DevctxError):
-            _, self.nbytes = work.address_range(self.pointer)
-
-    def address(self, place: Place, nbytes: int) -> int:
-        """Return the address of a place; raise if not all of its bytes are in the buffer."""
-        if self.nbytes is not None and place.offset + nbytes > self.nbytes:
-            raise ValueError(
-                f"a piece of {nbytes} bytes at {place.offset} is not in a buffer of "
-                f"{self.nbytes} bytes"
-            )
-        return self.pointer + place.offset
 
 
 def _close(device: Device, pointer: int) -> None:
@@ -109,13 +96,12 @@ class Receiving:
     def start(self) -> None:
         """Start the copy, for :meth:`finish`.
 
-        Raise `DriverError` if the memory cannot be opened or the device has failed, and
-        `ValueError` if the parts are not in the buffer.
+        Raise `DriverError` if the memory cannot be opened or the device has failed.
         """
         place, parts = self._header.place, self._header.parts
         with self.device:
             opened = self._buffers.get(self._owner, place.handle, self.device)
-            base = opened.address(place, self.nbytes)
+            base = opened.pointer + place.offset
             with lanes.taken(self.device) as self.lane:
                 # The libraries reuse memory that earlier work in their streams still reads.
                 self.lane.after_current_streams()

@@ -123,7 +123,7 @@ class Sending:
         if found is None:
             return False
         self._buffer, offset = found
-        self.place = Place(self._buffer.handle, offset, self.nbytes)
+        self.place = Place(self._buffer.handle, offset)
         try:
             with self.staging.device as device, lanes.taken(device) as self.lane:
                 for stamp in self._after:

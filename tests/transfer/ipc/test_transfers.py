@@ -18,7 +18,7 @@ from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.transfer.ipc import lanes
 from dask_devctx.transfer.ipc.parcel import Described, Header, Place
-from dask_devctx.transfer.ipc.ranges import ALIGNMENT, Ranges, aligned, in_a_row
+from dask_devctx.transfer.ipc.ranges import ALIGNMENT, Ranges, aligned
 from dask_devctx.transfer.ipc.receiving import OpenedBuffers, Receiving
 from dask_devctx.transfer.ipc.sending import Staging
 from dask_devctx.worker.comms import device_types
@@ -102,7 +102,6 @@ def test_what_is_in_use_is_not_given_back(machine: SimulatedMachine, staging: St
 
 # -- memory of other processes
 
-NBYTES = 4096
 EXPORTS = """
 import sys
 from dask_devctx import Device
@@ -145,7 +144,6 @@ def test_a_buffer_is_closed_while_it_is_opened(
         thread.join(10)
         assert answers == [False]  # it is about to be read
         assert opened_and_closed(machine) == (1, 0)
-        assert opened.nbytes == NBYTES
         del opened
         assert opened_and_closed(machine) == (1, 1)
         assert not buffers.has("peer", handle, device)
@@ -156,23 +154,15 @@ def test_values_are_read_from_a_buffer_that_is_opened_once(
 ) -> None:
     buffers, device, content = OpenedBuffers(), Device(1), bytes(range(256)) * 16
     parts = tuple(Described("dask_devctx", nbytes, None) for nbytes in (300, 0, 700))
-    _, total = in_a_row(one.nbytes for one in parts)
-
-    def receiving(offset: int) -> Receiving:
-        header = Header("", parts, Place(handle, offset, total))
-        made = Receiving("peer", header, device, buffers)
-        made.allocate()
-        return made
 
     for turn in range(2):
-        one = receiving(0)
+        one = Receiving("peer", Header("", parts, Place(handle, 0)), device, buffers)
+        one.allocate()
         assert one.is_quick() == (turn > 0)
         one.start()
         one.finish()
         got = [memory.get().tobytes() for memory in one.parts]
         assert got == [content[:300], b"", content[512:1212]]
-    with pytest.raises(ValueError, match="is not in a buffer"):
-        receiving(NBYTES - total + 1).start()
     assert opened_and_closed(machine) == (1, 0)
     assert buffers.close("another")
     assert buffers.close("peer", [b"another"])
