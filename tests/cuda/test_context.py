@@ -239,8 +239,8 @@ def test_primary_release(backend):
 def test_limits(own):
     limits = own.limits
     assert limits[Limit.STACK_SIZE] == 1024
-    limits[Limit.STACK_SIZE] = 2049
-    assert limits[Limit.STACK_SIZE] == 2064  # the driver rounds up
+    limits[Limit.STACK_SIZE] = 2048
+    assert limits[Limit.STACK_SIZE] == 2048
     for limit in (Limit.PRINTF_FIFO_SIZE, Limit.MALLOC_HEAP_SIZE):
         value = limits[limit]
         limits[limit] = 2 * value

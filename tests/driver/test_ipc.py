@@ -142,15 +142,6 @@ def a_freed_export(kind):
         calls.synchronize()
 
 
-def an_exporter_that_is_gone(kind):
-    with Peer(kind) as peer:
-        calls = calls_of(kind)
-        peer.process.kill()
-        peer.process.wait()
-        assert refusal(calls.work.ipc_open, peer.handle) == "INVALID_HANDLE"
-        calls.synchronize()
-
-
 def an_exporter_that_is_killed_while_it_is_read(kind):
     # measured: the importer's copies succeed, and closing works
     with Peer(kind) as peer:
@@ -165,20 +156,6 @@ def an_exporter_that_is_killed_while_it_is_read(kind):
         assert calls.work.copy_to_host(target, 8) == b"exported"
         calls.work.ipc_close(pointer)
         calls.synchronize()
-
-
-def one_context_of_a_device_opens_a_processs_memory(kind):
-    # "may only be opened by one CUcontext per CUdevice per other process"
-    with Peer(kind) as peer:
-        calls = calls_of(kind)
-        pointer = calls.work.ipc_open(peer.handle)
-        own = calls.create(0, 0)
-        found = refusal(calls.work.ipc_open, peer.handle)
-        print(found)
-        assert found == "ALREADY_MAPPED" or kind == "real", found
-        calls.destroy(own)
-        calls.set_current(calls.primary_retain(0))
-        calls.work.ipc_close(pointer)
 
 
 def opened_memory_goes_with_its_context(kind):

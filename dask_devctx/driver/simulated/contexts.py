@@ -14,13 +14,6 @@ from dask_devctx.driver.simulated.faults import WORKING_CALLS, Faults, Refused, 
 
 _SCHEDULING_FLAGS = (0, 1, 2, 4)
 _KNOWN_FLAGS = int(types.CUctx_flags.CU_CTX_FLAGS_MASK)
-_READ_ONLY_LIMITS = (types.CUlimit.CU_LIMIT_SHMEM_SIZE, types.CUlimit.CU_LIMIT_CIG_ENABLED)
-_LIMIT_STEPS = {
-    types.CUlimit.CU_LIMIT_STACK_SIZE: 16,
-    types.CUlimit.CU_LIMIT_PRINTF_FIFO_SIZE: 256,
-    types.CUlimit.CU_LIMIT_MALLOC_HEAP_SIZE: 65_536,
-    types.CUlimit.CU_LIMIT_PERSISTING_L2_CACHE_SIZE: 3_932_160,
-}
 
 
 class SimulatedCrashError(BaseException):
@@ -198,28 +191,19 @@ class SimulatedContexts(SimulatedDevices):
     def cuCtxSetFlags(self, flags: int) -> Any:
         self._here().flags = _valid(flags)
 
-    def _limits_with(self, limit: Any) -> dict[Any, int]:
-        """Return the current context's limits, which have this one."""
-        limits = self._here().limits
-        if limit == types.CUlimit.CU_LIMIT_MAX:
-            raise Refused(Status.CUDA_ERROR_INVALID_VALUE)
-        if limit not in limits:
-            raise Refused(Status.CUDA_ERROR_UNSUPPORTED_LIMIT)
-        return limits
-
     @function(1, works=True)
     def cuCtxGetLimit(self, limit: Any) -> Any:
-        return self._limits_with(limit)[limit]
+        limits = self._here().limits
+        if limit not in limits:
+            raise Refused(Status.CUDA_ERROR_UNSUPPORTED_LIMIT)
+        return limits[limit]
 
     @function(0, works=True)
     def cuCtxSetLimit(self, limit: Any, value: int) -> Any:
-        limits = self._limits_with(limit)
-        if limit in _READ_ONLY_LIMITS:
-            raise Refused(Status.CUDA_ERROR_NOT_PERMITTED)
-        if limit == types.CUlimit.CU_LIMIT_MAX_L2_FETCH_GRANULARITY and not 0 <= value <= 128:
-            raise Refused(Status.CUDA_ERROR_INVALID_VALUE)
-        step = _LIMIT_STEPS.get(limit, 1)
-        limits[limit] = -(-value // step) * step  # the driver rounds up
+        limits = self._here().limits
+        if limit not in limits:
+            raise Refused(Status.CUDA_ERROR_UNSUPPORTED_LIMIT)
+        limits[limit] = value
 
     @function(0, works=True)
     def cuCtxSynchronize(self) -> Any:

@@ -125,11 +125,6 @@ class SimulatedDevices:
     def cuDeviceGetCount(self) -> Any:
         return len(self._visible)
 
-    @function(1)
-    def cuDeviceGet(self, ordinal: int) -> Any:
-        self._gpu(ordinal)
-        return types.CUdevice(ordinal)
-
     def _gpu(self, device: Any) -> SimulatedGPU:
         if not 0 <= int(device) < len(self._visible):
             raise Refused(Status.CUDA_ERROR_INVALID_DEVICE)

@@ -210,19 +210,9 @@ class Memory:
                 if block.opened == handle and block.context is context:
                     block.uses += 1
                     return block.base
-                # Memory that one process has on a GPU can be open in one context per GPU of another
-                # process, not in two.
-                if block.opened and block.context.gpu is context.gpu:
-                    theirs = block.opened.pid, block.opened.gpu
-                    if theirs == (handle.pid, handle.gpu) and block.context is not context:
-                        raise Refused(Status.CUDA_ERROR_ALREADY_MAPPED)
             contents = handle.contents()
             if contents is None:
-                dead = not os.path.exists(f"/proc/{handle.pid}")
-                wrong = (
-                    Status.CUDA_ERROR_INVALID_HANDLE if dead else Status.CUDA_ERROR_INVALID_VALUE
-                )
-                raise Refused(wrong)
+                raise Refused(Status.CUDA_ERROR_INVALID_VALUE)
             block = self._add(context, handle.nbytes, contents)
             block.opened = handle
             return block.base
