@@ -164,7 +164,8 @@ def _several(given: object) -> Request:
     count = _whole(given)
     if count is None or count < 1:
         names = naming.listed(given) if isinstance(given, str) else []
-        right = f"{DEVICES}={names}" if names else f"{DEVICE}={given!r}"
+        one = SHARE if isinstance(given, float) and 0 < given < 1 else DEVICE
+        right = f"{DEVICES}={names}" if names else f"{one}={given!r}"
         expected = f"{_SEVERAL} (or write dask.annotate({right}))"
         raise _wrong(DEVICES, expected, given, is_kind=count is not None)
     return Request(number=count)
@@ -265,7 +266,7 @@ _MISTAKEN: Final = {
     **dict.fromkeys(("Device", "cuda", "gpu"), DEVICE),
     **dict.fromkeys(("Devices", "gpus", "num_devices", "num_gpus"), DEVICES),
     **dict.fromkeys(("device_fraction", "share"), SHARE),
-    **dict.fromkeys(("device_mem", "gpu_memory"), MEMORY),
+    **dict.fromkeys(("device_mem", "device_memory_limit", "gpu_memory"), MEMORY),
 }
 _OURS: Final = (DEVICE, DEVICES, SHARE, MEMORY, RERUN)
 # Names as like ours as "devcie" and "device_memry". A service and a return are less so.
@@ -285,6 +286,8 @@ def mistaken(annotations: Mapping[str, Any]) -> Iterator[str]:
     """Yield a warning for each annotation that seems to be ours but means nothing."""
     for name, value in annotations.items():
         if meant := _meant(name):
+            if meant == DEVICES and isinstance(value, float) and 0 < value < 1:
+                meant = SHARE
             also = f", or {DEVICE}=1 to name a device" if meant == DEVICES else ""
             yield (
                 f"the annotation {name!r} means nothing to dask-devctx and dask, and has no effect "

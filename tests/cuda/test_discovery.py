@@ -77,7 +77,7 @@ def test_another_library_started_cuda_first(machine, monkeypatch):
     machine.driver.cuInit(0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
     device, hidden = devices()
-    with pytest.raises(VisibleDevicesError, match="3,1.* has as 1 the device cuda:0"):
+    with pytest.raises(VisibleDevicesError, match=r"3,1.* has as 1 the device cuda:0"):
         device.set_current()
     with pytest.raises(VisibleDevicesError, match="does not show"):
         hidden.set_current()
