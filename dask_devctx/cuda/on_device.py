@@ -137,8 +137,6 @@ def _decorator(which: object, synchronize: bool) -> str:
 Noted = Device | tuple[Device, ...] | None
 
 _of_this_task: ContextVar[Noted] = ContextVar("devices_of_this_task", default=None)
-# A task without a device notes nothing. These functions tell it from code outside of tasks.
-_tell_tasks: list[Callable[[], bool]] = []
 
 
 def task_devices() -> tuple[Device, ...]:
@@ -162,23 +160,11 @@ def task_devices() -> tuple[Device, ...]:
     """
     found = _of_this_task.get()
     if found is None:
-        if any(is_task() for is_task in _tell_tasks):
-            return ()
         raise RuntimeError(
             "task_devices() works inside a task of a worker with DevicePlugin, on the task's own "
             "thread. Device.current() returns the current device anywhere"
         )
     return found if isinstance(found, tuple) else (found,)
-
-
-@contextmanager
-def tasks_told(is_task: Callable[[], bool]) -> Iterator[None]:
-    """While it is open, :func:`task_devices` is empty where ``is_task()`` says so."""
-    _tell_tasks.append(is_task)
-    try:
-        yield
-    finally:
-        _tell_tasks.remove(is_task)
 
 
 def note_devices(devices: Noted) -> Noted:

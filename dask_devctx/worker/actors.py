@@ -21,7 +21,6 @@ from dask_devctx.dask_internals import worker as internals
 from dask_devctx.transfer import nbytes_by_device, stamp, to_device
 from dask_devctx.worker.failures.guard import Guard
 from dask_devctx.worker.failures.monitor import Monitor
-from dask_devctx.worker.tracebacks import begins_with_the_task
 from dask_devctx.worker.values.host_form import wait_for
 
 _POLL_S: Final = 0.001
@@ -119,14 +118,12 @@ class _OnDevices:
                 return await suspending.within(device, self._await(method, *args, **kwargs))
 
             async def call(*args: Any, **kwargs: Any) -> Any:
-                with begins_with_the_task:
-                    return await self._guard(is_coro=True).run_coroutine(body, args, kwargs)
+                return await self._guard(is_coro=True).run_coroutine(body, args, kwargs)
         else:
 
             def call(*args: Any, **kwargs: Any) -> Any:
                 body = partial(self._call, method, *args, **kwargs)
-                with begins_with_the_task:
-                    return suspending.within(device, self._guard().run(body))
+                return suspending.within(device, self._guard().run(body))
 
         return functools.wraps(method)(call)
 

@@ -178,12 +178,10 @@ class DeviceExtension:
         nthreads, enough = worker.state.nthreads, LOOK_AHEAD * at_once
         if nthreads < 2 * at_once:
             _of_worker.warning(
-                "%s: This worker has nthreads=%s, and its devices run %s at a time: dask will not "
-                "give it enough tasks to keep them busy, and a queue for one device can keep the "
-                "other devices waiting. Leave out threads_per_worker= of LocalDeviceCluster, and "
-                "--nthreads of dask devctx worker; for workers of dask write "
-                "LocalCluster(threads_per_worker=%s) or dask worker --nthreads %s: the devices' "
-                "own threads run the tasks, and nthreads limits how many the worker gets ahead",
+                "%s: This worker has nthreads=%s, and its devices run %s at a time: dask does not "
+                "give it enough tasks to keep them busy. Write LocalCluster(threads_per_worker=%s) "
+                "or dask worker --nthreads %s; LocalDeviceCluster and dask devctx worker choose "
+                "the number themselves",
                 *(worker.address, nthreads, counted(at_once, "task"), enough, enough),
             )
 

@@ -50,6 +50,7 @@ class _Run(TaskStandIn):
     """A run of a task, with its inputs."""
 
     devices: tuple[Device, ...] = ()
+    known: Device | tuple[Device, ...] = ()  # the answer of task_devices() inside
     prefix = ""
     inputs_s = memory_s = 0.0
     runs: Runs
@@ -103,7 +104,6 @@ class DeviceRun(_Run, Claim, Guard):
         self.task = ts.run_spec
         self.is_coro = self.task.is_coro
         self.prefix = ts.prefix
-        # The answer of task_devices() inside.
         self.known = devices[0] if len(devices) == 1 else devices
         self.reserved: list[Device] = []
         self.placed_at = self.began_at = perf_counter()
@@ -159,15 +159,8 @@ class DeviceRun(_Run, Claim, Guard):
                 admission.withdraw(self)
                 admission.release(self)
 
-    async def _on_device(self, data: Any) -> Any:
-        nvtx = self.runs.nvtx
-        # A range of the process, not of the thread: others may run meanwhile.
-        range_id = None if nvtx is None else nvtx.start_range(str(self.key), domain=_DOMAIN)
-        try:
-            return await suspending.within(self.devices[0], self._call_coroutine(data))
-        finally:
-            if nvtx is not None:
-                nvtx.end_range(range_id)
+    def _on_device(self, data: Any) -> Any:
+        return suspending.within(self.devices[0], self._call_coroutine(data))
 
     def _reserve(self) -> None:
         """Spill values of others, until the bytes that it reserves are free on its devices."""

@@ -201,17 +201,10 @@ def _conditions(annotations: Mapping[str, Any]) -> tuple[int, str]:
 
 def explained(error: Exception, annotations: Mapping[str, Any] | None) -> Exception:
     """Return the error of a task that got no device, with what the scheduler knows of it."""
-    if not annotations or not isinstance(error, DeviceNotFoundError):
-        return error
-    present = annotations.get(PRESENT)
-    if present is None:
+    present = annotations.get(PRESENT) if annotations else None
+    if present is None or not isinstance(error, DeviceNotFoundError):
         return error
     hint = error.hint
     if naming.read(error.requested).kind == "ordinal":
         hint = "No worker of this cluster uses it"
-        if len({text.partition(" ")[0] for text in present}) < len(present):
-            hint += (
-                ". Each worker counts the devices that its own CUDA_VISIBLE_DEVICES shows: "
-                "name a device by its UUID"
-            )
     return type(error)(error.requested, present, error.visible_devices, hint)

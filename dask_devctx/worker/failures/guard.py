@@ -27,10 +27,10 @@ _CURRENT: Final = nullcontext()
 class Guard(Call):
     """One guarded call, of a function or of a coroutine function; it is tried again inside.
 
-    It is an actor's method or another function; a run of a task is one that can do more. The call
-    ends with ``DeviceFailedError`` if the device failed in it, or in one that does not run again;
-    with ``DeviceOutOfMemoryError`` if memory ran out, also in the last retry; with ``Reschedule``
-    if it must run again elsewhere.
+    It is an actor's method; a run of a task is one that can do more. The call ends with
+    ``DeviceFailedError`` if the device failed in it, or in one that does not run again; with
+    ``DeviceOutOfMemoryError`` if memory ran out, also in the last retry; with ``Reschedule`` if it
+    must run again elsewhere.
     """
 
     synchronizes = False  # whether it waits for its devices before and after the call

@@ -86,7 +86,6 @@ async def refuse(worker: Worker, error: Exception, tell: Tell, *, leaves: bool) 
         error.add_note(NOT_STARTED)  # the error ends the start
         return False
     in_use = isinstance(error, DevicesInUseError)
-    is_told = in_use and leaves  # the process of the cluster raises the error
     leaves = is_joining(worker) and (leaves or in_use)
     if not leaves:
         error.add_note(_WAY_OUT.format(worker.name))
@@ -101,10 +100,7 @@ async def refuse(worker: Worker, error: Exception, tell: Tell, *, leaves: bool) 
         )
     with suppress(Exception):  # a scheduler that cannot be told has nothing to decide
         await tell(REFUSE, kind=type(told).__name__, arguments=told.args)
-    logger.error(
-        "This worker leaves the cluster because it cannot take its devices: %s",
-        "the cluster's process has the reason" if is_told else error,
-    )
+    logger.error("This worker leaves the cluster because it cannot take its devices: %s", error)
     worker.loop.add_callback(worker.close, reason="devctx-setup-failed")
     return True
 

@@ -63,12 +63,9 @@ def exposed(record: Record, transfers: _Transfers) -> Iterator[None]:
 
 
 class _Collector:
-    def describe(self) -> list[Any]:
-        """Return the families without values, by which the registry knows their names."""
-        return list(_families().values())
-
     def collect(self) -> Iterator[Any]:
         """Yield the families, with sums over the workers of this process; Prometheus asks."""
+        # The registry asks first while there is no worker, and learns their names.
         families, sums = _families(), Counter[tuple[str, tuple[str, ...]]]()
         for source in _sources:
             for name, labels, value in _values(*source):

@@ -14,10 +14,9 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from dask.system import CPU_COUNT
-from distributed import Status, Worker, get_worker
+from distributed import Status, Worker
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.cuda.on_device import tasks_told
 from dask_devctx.cuda.out_of_memory import clear_frames
 from dask_devctx.dask_internals.tasks import (
     DeviceThreadPoolExecutor,
@@ -80,25 +79,16 @@ def threads_without_a_device(worker: Worker, count: int | None, part: float) -> 
     """While it is open, a worker runs fewer tasks without a device at a time than ``nthreads``.
 
     A worker with devices has a generous ``nthreads``, so that dask sends it tasks ahead. Tasks that
-    compute on the host would run in as many threads, and slow each other and the devices down. In
-    these tasks, ``task_devices()`` is empty.
+    compute on the host would run in as many threads, and slow each other and the devices down.
     """
     executor, nthreads = worker.executors["default"], worker.state.nthreads
     most = count or max(round(CPU_COUNT * part), 1)
     fewer = isinstance(executor, ThreadPoolExecutor) and most < nthreads
-    with tasks_told(partial(_is_task_of, worker)):
-        if fewer:
-            set_most_threads(executor, most)
-            end_idle_threads(executor, most)
-        try:
-            yield
-        finally:
-            if fewer:
-                set_most_threads(executor, nthreads)
-
-
-def _is_task_of(worker: Worker) -> bool:
+    if fewer:
+        set_most_threads(executor, most)
+        end_idle_threads(executor, most)
     try:
-        return get_worker() is worker
-    except ValueError:  # no task runs here
-        return False
+        yield
+    finally:
+        if fewer:
+            set_most_threads(executor, nthreads)

@@ -44,7 +44,7 @@ class Use:
         self._run = run
         self._store: Store = run.runs.store
         self._devices: tuple[Device, ...] = run.devices
-        self._before: Any = ()
+        self._before: Any = ...
         self._reserved = 0
         self._copies: Used = []
         self._pinned: dict[Hashable, Value] = {}
@@ -97,8 +97,7 @@ class Use:
 
     def __enter__(self) -> Self:
         try:
-            if self._devices:
-                self._before = note_devices(self._run.known)
+            self._before = note_devices(self._run.known)
             if self._devices and self._store.moves_inputs:
                 if may_hold_arrays(self.task):
                     found = nbytes_by_device.found_in(self.task)[0]
@@ -171,7 +170,7 @@ class Use:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._before != ():
+        if self._before is not ...:
             note_devices(self._before)
         self.data = {}
         spill, devices = self._store.spill, self._devices

@@ -22,9 +22,9 @@ from distributed import (
 from distributed.utils_test import async_poll_for, wait_for_state
 from distributed.worker_state_machine import ComputeTaskEvent, FreeKeysEvent
 
-from dask_devctx import Device, DevicePlugin, SimulatedArray, device_of, on_device
+from dask_devctx import Device, SimulatedArray, device_of, on_device
 from dask_devctx.driver.simulated import SimulatedMachine
-from tests.distributed.devices import blocks, current_context, here, on_cluster, with_plugin
+from tests.distributed.devices import blocks, current_context, here, with_plugin
 
 seen: list[Any] = []
 
@@ -107,30 +107,6 @@ async def test_the_traceback_of_a_failure_begins_with_the_tasks_own_frame(
     assert names[-len(frames) :] == [frame.name for frame in frames]
     assert "__call__" not in names
     assert "_await" not in names
-
-
-class Dividing:
-    def divide(self, n: int) -> float:
-        return 1 / n
-
-    async def divide_later(self, n: int) -> float:
-        await asyncio.sleep(0)
-        return 1 / n
-
-
-@pytest.mark.parametrize("method", ["divide", "divide_later"])
-@on_cluster(4)
-async def test_the_traceback_of_an_actors_failure_is_as_dasks(client: Any, method: str) -> None:
-    async def names() -> list[str]:
-        actor = await client.submit(Dividing, actor=True, pure=False)
-        with pytest.raises(ZeroDivisionError) as raised:
-            await getattr(actor, method)(0)
-        return [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
-
-    without = await names()
-    assert without[-1] == method
-    await client.register_plugin(DevicePlugin())
-    assert await names() == without
 
 
 def _compute(key: str, device: int | str, stimulus_id: str) -> ComputeTaskEvent:
