@@ -182,7 +182,9 @@ async def test_a_worker_closes_at_once_although_a_coroutine_waits_for_a_watched_
 ) -> None:
     await client.register_plugin(DevicePlugin())
     monitor = worker.plugins["devctx"].extension.monitor
-    assert monitor.calls.took_turn(Guard(monitor, "watched", (Device(0),)), alone=True)
+    watched = Guard(monitor, "watched", (Device(0),))
+    watched.alone = True
+    assert monitor.calls.may_begin(watched)
     waiting = [client.submit(double_later, 1)]
     await async_poll_for(lambda: worker.state.executing_count, timeout=10)
     await asyncio.wait_for(worker.close(), 20)  # dask waits half a minute for its coroutines

@@ -42,8 +42,9 @@ class Call:
     once = ""  # why it does not run again, while it runs and must not
     # Whether no isolated task waits for its end: it is no task, or may wait for others itself.
     aside = False
-    # While it has its turn to run alone: until when others wait for it, and the device that it has
-    # for itself; None for an isolated run, which has all devices of the process.
+    alone = False  # whether it has to run alone
+    # While it has its turn for that: until when others wait for it, and the device that it has for
+    # itself; None for an isolated run, which has all devices of the process.
     until = 0.0
     alone_on: Device | None = None
 
@@ -92,34 +93,22 @@ class Calls:
 
     # -- calls that run alone
 
-    def took_turn(self, call: Call, alone: bool) -> bool:
-        """Return whether no other call holds it back; where it is to run alone, it holds others."""
+    def may_begin(self, call: Call) -> bool:
+        """Return whether a call need not wait for others; one that runs alone holds others back."""
         with self._taking:
-            if call in self.turns:
+            now = time.monotonic()
+            if self._closed:
                 return True
-            if self.holds_back(call):
-                return False
-            if alone:
+            if call not in self.turns:
+                turns = [o for o in tuple(self.turns) if now < o.until and o.key != call.key]
+                if any(one.alone_on in (None, *call.devices) for one in turns):
+                    return False
+                if not call.alone:
+                    return True
                 call.be_patient()
                 self.turns.add(call)
-            return True
-
-    def holds_back(self, call: Call) -> bool:
-        """Return whether a call has to wait for one that runs alone."""
-        now = time.monotonic()
-        return not self._closed and any(
-            now < one.until
-            for one in tuple(self.turns)
-            if one.key != call.key and (one.alone_on is None or one.alone_on in call.devices)
-        )
-
-    def has_to_wait(self, call: Call) -> bool:
-        """Return whether a call that has its turn still waits for others that run."""
-        return (
-            not self._closed
-            and time.monotonic() < call.until
-            and any(o.key != call.key and not o.aside for o in self.running_on(call.alone_on))
-        )
+            others = self.running_on(call.alone_on) if now < call.until else ()
+            return all(one.aside or one.key == call.key for one in others)
 
     def seceded(self, call: Call) -> None:
         """Give a call's turn to the next one, while the first continues: it may wait for others."""

@@ -145,10 +145,10 @@ class Guard(Call):
 
     async def _turn(self) -> None:
         """Wait until the call may begin, and where it is to run alone, for others to end."""
-        calls, retries, device = self.monitor.calls, self.monitor.retries, self.devices[0]
-        alone = self.is_last or self.isolated > 0
-        self.alone_on = device if alone and not self.isolated else None
-        while not calls.took_turn(self, alone) or (alone and calls.has_to_wait(self)):
+        calls, device = self.monitor.calls, self.devices[0]
+        self.alone = self.is_last or self.isolated > 0
+        self.alone_on = None if self.isolated else device
+        while not calls.may_begin(self):
             self._refuse()
             await self._pause()
         self._refuse()
@@ -156,7 +156,7 @@ class Guard(Call):
         if self.isolated:
             await self._do(self._drain)
         if self.is_last:
-            await self._do(partial(retries.clear, device))
+            await self._do(partial(self.monitor.retries.clear, device))
 
     def _refuse(self) -> None:
         """Raise if it may not begin: the devices failed, or dask needs it no more."""
@@ -187,7 +187,7 @@ class Guard(Call):
         self.aside, entered = not self.is_task, False
         calls.running.add(self)
         try:
-            if calls.turns and self.is_task and not self.isolated and calls.holds_back(self):
+            if calls.turns and self.is_task and not self.alone and not calls.may_begin(self):
                 calls.running.discard(self)
                 return False
             device.__enter__()
