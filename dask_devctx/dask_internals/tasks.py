@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 from dask._task_spec import DataNode, GraphNode, Task
@@ -128,12 +128,6 @@ def ended_here(worker: Worker, which: Callable[[Mapping[str, Any] | None], bool]
 # -- dask's thread pools: their queues, and tasks that go to another pool
 
 
-def error_in(outcome: Any) -> BaseException | None:
-    """Return the exception in the outcome of a task; None if it has none."""
-    found = outcome.get("actual_exception") if outcome.__class__ is dict else None
-    return found if isinstance(found, BaseException) else None
-
-
 def has_seceded() -> bool:
     """Return whether this thread of a pool has seceded from it."""
     return not getattr(thread_state, "proceed", True)
@@ -247,22 +241,13 @@ class DeviceThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
                 future.set_exception(error)
 
 
-class _Call:
+class _Call(NamedTuple):
     """The call of a task, for which an event loop waits."""
 
-    __slots__ = ("claim", "fn", "future", "pool")
-
-    def __init__(
-        self,
-        fn: Callable[[], Any],
-        claim: Any,
-        pool: DeviceThreadPoolExecutor,
-        future: asyncio.Future[Any],
-    ) -> None:
-        self.fn = fn
-        self.claim = claim
-        self.pool = pool
-        self.future = future
+    fn: Callable[[], Any]
+    claim: Any
+    pool: DeviceThreadPoolExecutor
+    future: asyncio.Future[Any]
 
     def run(self) -> None:
         claim, pool, result, error = self.claim, self.pool, None, None
@@ -271,10 +256,9 @@ class _Call:
                 result = self.fn()
             except BaseException as raised:
                 error = raised
-            failed = error_in(result)
-            if failed is not None:  # dask's frames make a cycle, which would keep the task's arrays
-                pool.clear_frames(failed)
-            del failed
+            if result.__class__ is dict and "actual_exception" in result:
+                # dask's frames make a cycle, which would keep the task's arrays
+                pool.clear_frames(result["actual_exception"])
         # First: a task that waits for this slot starts before the loop wakes.
         pool.queue.running.pop(threading.get_ident(), None)
         if claim.held:
