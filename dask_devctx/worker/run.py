@@ -17,10 +17,9 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.on_device import known_as_the_tasks
 from dask_devctx.cuda.scope import NothingCurrent, Restored, is_any_current
 from dask_devctx.dask_internals.tasks import TaskStandIn
-from dask_devctx.errors import DeviceFailedError, DeviceOutOfMemoryError
 from dask_devctx.worker.failures.guard import Guard
 from dask_devctx.worker.placement.admission import Claim
-from dask_devctx.worker.tracebacks import begins_with_the_task, of_the_task, place_of
+from dask_devctx.worker.tracebacks import begins_with_the_task, of_the_task
 from dask_devctx.worker.values.use import Use
 from dask_devctx.worker.values.value import Value
 
@@ -125,7 +124,6 @@ class DeviceRun(_Run, Claim, Guard):
                 self._reserve()
             result = self.run(self._call, data)
         except BaseException as error:
-            self._name_place(error)
             error.__traceback__ = of_the_task(error)
             raise
         if isinstance(result, suspending.SUSPENDED):
@@ -152,9 +150,6 @@ class DeviceRun(_Run, Claim, Guard):
                 if self.nbytes:
                     await asyncio.to_thread(self._reserve)
                 return await self.run_coroutine(self._on_device, data)
-            except BaseException as error:
-                self._name_place(error)
-                raise
             finally:
                 admission.withdraw(self)
                 admission.release(self)
@@ -171,12 +166,6 @@ class DeviceRun(_Run, Claim, Guard):
     def released(self) -> None:
         while self.reserved:
             self.runs.store.spill.give_room(self.reserved.pop(), self.nbytes)
-
-    def _name_place(self, error: BaseException) -> None:
-        if isinstance(error, DeviceFailedError | DeviceOutOfMemoryError):
-            place = place_of(getattr(self.task, "func", None))
-            if place:
-                error.add_note(f"This task calls {place}")
 
     def __reduce__(self) -> Any:
         return functools.partial, (_run_elsewhere, self.task, self.devices[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, Final
+from typing import Final
 
 from distributed import Reschedule
 
@@ -31,16 +31,6 @@ class BeginsWithTheTask:
 
 
 begins_with_the_task: Final = BeginsWithTheTask()
-
-
-def place_of(function: Any) -> str:
-    """Return the name of a task's function and the place of its code; "" where they are unknown."""
-    while (inner := getattr(function, "__wrapped__", getattr(function, "func", None))) is not None:
-        function = inner
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return ""
-    return f"{function.__qualname__} in {code.co_filename}, line {code.co_firstlineno}"
 
 
 def of_the_task(error: BaseException) -> TracebackType | None:

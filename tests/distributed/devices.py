@@ -21,6 +21,7 @@ from dask_devctx.config.checks import key_of
 from dask_devctx.config.options import SETTINGS, fold_rmm
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.worker.leases.locks import take
+from dask_devctx.worker.placement.admission import Admission, Claim
 
 
 class Lease(ExitStack):
@@ -36,6 +37,16 @@ def acquire(found: Sequence[Device], count: int, *, holder: str) -> Lease:
     for lock in itertools.islice(taken, count):
         lease.callback(lock.close)
     return lease
+
+
+def claim_of(
+    admission: Admission, name: str, *devices: Device, nbytes: int = 0, priority: Any = ()
+) -> Claim:
+    """A slot on each of some devices."""
+    claim = Claim()
+    claim.key, claim.devices, claim.share = name, devices, admission.slot
+    claim.nbytes, claim.priority = nbytes, priority
+    return claim
 
 
 def here(*_: object) -> int | None:

@@ -28,6 +28,10 @@ def share_units(share: float) -> int:
 class Claim:
     """All that one run of a task takes on its devices; the smallest priority gets it first."""
 
+    key: Hashable
+    devices: tuple[Device, ...]
+    share: int  # of each device, in millionths
+    priority: tuple[Any, ...]
     held = False
     waits = False
     nbytes = 0  # on each device
@@ -39,20 +43,6 @@ class Claim:
     # The call for the first device's threads when it is granted; or a function to call then.
     call: Any = None
     granted: Callable[[], object] | None = None
-
-    def __init__(
-        self,
-        key: Hashable,
-        devices: tuple[Device, ...],
-        share: int,
-        nbytes: int = 0,
-        priority: tuple[Any, ...] = (),
-    ) -> None:
-        self.key = key
-        self.devices = devices
-        self.share = share  # of each device, in millionths
-        self.nbytes = nbytes
-        self.priority = priority
 
     def seceded(self) -> None:
         """Called on its thread each time that it secedes."""

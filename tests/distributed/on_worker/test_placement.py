@@ -22,7 +22,7 @@ from dask_devctx.worker.placement.policy import (
     Candidate,
     start_soonest,
 )
-from tests.distributed.devices import here, with_plugin
+from tests.distributed.devices import claim_of, here, with_plugin
 
 
 def candidate(device: int = 0, **kwargs: Any) -> Candidate:
@@ -203,8 +203,8 @@ class Line:
         self.claims: dict[str, Claim] = {}
 
     def submit(self, name: str, *devices: int, priority: int = 1, nbytes: int = 0) -> None:
-        group = tuple(DEVICES[number] for number in devices)
-        claim = Claim(name, group, self.admission.slot, nbytes, (priority,))
+        group = [DEVICES[number] for number in devices]
+        claim = claim_of(self.admission, name, *group, nbytes=nbytes, priority=(priority,))
         self.claims[name] = claim
         claim.granted = lambda: self.held.append(name)
         self.admission.submit(claim)

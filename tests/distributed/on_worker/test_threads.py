@@ -22,7 +22,7 @@ from dask_devctx.dask_internals.tasks import DeviceThreadPoolExecutor
 from dask_devctx.worker.placement.admission import Admission, Claim
 from dask_devctx.worker.threads import executors
 from dask_devctx.worker.threads.executors import keep_to, near_cpus
-from tests.distributed.devices import on_cluster, started
+from tests.distributed.devices import claim_of, on_cluster, started
 
 THREADS = 12
 
@@ -87,8 +87,7 @@ def pool_of(
 
 
 def claim(pool: DeviceThreadPoolExecutor, *priority: int) -> Claim:
-    queue = pool.queue
-    return Claim("it", (queue.device,), queue.admission.slot, 0, priority)
+    return claim_of(pool.queue.admission, "it", pool.queue.device, priority=priority)
 
 
 @pytest.fixture
