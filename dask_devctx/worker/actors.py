@@ -7,8 +7,8 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -26,9 +26,6 @@ from dask_devctx.worker.values.host_form import wait_for
 _POLL_S: Final = 0.001
 # The time that an answer may take to reach the caller of a method.
 _ON_ITS_WAY_S: Final = 0.2
-_METHODS_RUN_ONCE: Final = (
-    "calls of actors run once, and this actor's state is lost with its worker. Make a new actor"
-)
 
 # The actors' devices, by the state of the task that made the actor: they are the same while it
 # lives, also when the plugin is registered again.
@@ -46,18 +43,9 @@ class DeviceActors(dict[Hashable, Any]):
     def __init__(self, worker: Worker, monitor: Monitor, *, move_inputs: bool) -> None:
         super().__init__(internals.actors_of(worker))
         self._worker = worker
-        self._monitor = monitor
-        self._moves = move_inputs
+        self.monitor = monitor
+        self.moves = move_inputs  # whether arguments come to an actor's device
         self._unanswered = 0
-
-    @contextmanager
-    def used(self) -> Iterator[None]:
-        """While it is open, the worker calls its actors on their devices."""
-        with (
-            internals.wrapped_handler(self._worker, "actor_execute", self._counted),
-            internals.replaced_actors(self._worker, self),
-        ):
-            yield
 
     def live_on(self, ts: Any, devices: tuple[Device, ...]) -> None:
         """Note the devices of the actor that a task makes."""
@@ -73,10 +61,12 @@ class DeviceActors(dict[Hashable, Any]):
         if internals.calls_an_actor(sys._getframe(1)):
             ts = self._worker.state.tasks.get(key)
             if ts is not None and (devices := _living.get(ts)):
-                return _OnDevices(actor, key, devices, self._monitor, self._moves)
+                return _OnDevices(actor, key, devices, self)
         return actor
 
-    def _counted(self, execute: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(self, execute: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the worker's call of a method, to know whose callers have no answer yet."""
+
         async def execute_counted(*args: Any, **kwargs: Any) -> Any:
             self._unanswered += 1
             try:
@@ -94,17 +84,10 @@ class _OnDevices:
     """An actor whose methods and properties run on its devices; they return finished work."""
 
     def __init__(
-        self,
-        actor: Any,
-        key: Hashable,
-        devices: tuple[Device, ...],
-        monitor: Monitor,
-        moves: bool,
+        self, actor: Any, key: Hashable, devices: tuple[Device, ...], actors: DeviceActors
     ) -> None:
-        self._actor = actor
-        self._moves = moves
-        self._devices = devices
-        self._guard = partial(Guard, monitor, key, devices, not_again=_METHODS_RUN_ONCE)
+        self._actor, self._devices, self._moves = actor, devices, actors.moves
+        self._guard = partial(Guard, actors.monitor, key, devices)
 
     def __getattr__(self, name: str) -> Any:
         actor, device = self._actor, self._devices[0]

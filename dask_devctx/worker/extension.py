@@ -16,7 +16,13 @@ from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.dask_internals import check_worker
 from dask_devctx.dask_internals.connections import unpickled_later
 from dask_devctx.dask_internals.shuffles import rechunking
-from dask_devctx.dask_internals.worker import metric
+from dask_devctx.dask_internals.tasks import executed_by
+from dask_devctx.dask_internals.worker import (
+    metric,
+    replaced_actors,
+    told_after,
+    wrapped_handler,
+)
 from dask_devctx.errors import counted
 from dask_devctx.scheduler.rows import TRAFFIC
 from dask_devctx.transfer.traffic import TrafficCounts
@@ -127,7 +133,8 @@ class DeviceExtension:
                 device_threads(worker, self.admission, tasks_per_device)
             )
             actors = DeviceActors(worker, self.monitor, move_inputs=options.move_inputs)
-            steps.enter_context(actors.used())
+            steps.enter_context(wrapped_handler(worker, "actor_execute", actors.counted))
+            steps.enter_context(replaced_actors(worker, actors))
             self.monitor.answered = actors.answered
             self.runs = Runs(
                 worker,
@@ -147,7 +154,8 @@ class DeviceExtension:
                 threads, part = options.cpu_threads, len(used) / max(len(devices()), len(used))
                 steps.enter_context(threads_without_a_device(worker, threads, part))
             steps.enter_context(short_collections(worker))
-            steps.enter_context(self.runs.executing())
+            steps.enter_context(executed_by(worker, self.runs.begin, self.runs.end))
+            steps.enter_context(told_after(worker, "free-keys", self.runs.freed))
             self._steps = steps.pop_all()
 
     def close(self) -> None:

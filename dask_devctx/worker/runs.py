@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Hashable, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,7 +25,6 @@ from dask_devctx.cuda import naming
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals import tasks
 from dask_devctx.dask_internals.tasks import DeviceThreadPoolExecutor, send_next_task_to
-from dask_devctx.dask_internals.worker import told_after
 from dask_devctx.errors import DevctxError, DeviceFailedError, DeviceNotFoundError
 from dask_devctx.scheduler.rows import DEVICE
 from dask_devctx.worker.placement.admission import Admission, share_units
@@ -79,20 +77,12 @@ class Runs:
         self._slot = admission.slot
         self._uuids = {device: device.uuid for device in admission.states}
 
-    @contextmanager
-    def executing(self) -> Iterator[None]:
-        """While it is open, tasks that begin to execute get their devices."""
-        with (
-            tasks.executed_by(self._worker, self._begin, self._end),
-            told_after(self._worker, "free-keys", self._freed),
-        ):
-            yield
-
-    def _freed(self, keys: Collection[Hashable], **message: object) -> None:
+    def freed(self, keys: Collection[Hashable], **message: object) -> None:
+        """Forget the results of keys that the scheduler frees."""
         for key in keys:
             self._made.pop(key, None)
 
-    def _begin(self, ts: Any) -> DeviceRun | HostRun | Refused | None:
+    def begin(self, ts: Any) -> DeviceRun | HostRun | Refused | None:
         """Return the run of a task; None to run it as without this package."""
         annotations = ts.annotations
         theirs = bool(annotations) and "executor" in annotations  # the user's own threads
@@ -162,7 +152,8 @@ class Runs:
             store.copies.make_ahead(inputs, *devices)
         return run
 
-    def _end(self, ts: Any, run: Any, event: Any) -> None:
+    def end(self, ts: Any, run: Any, event: Any) -> None:
+        """Count a run that ended, with dask's event of the outcome or None."""
         state = tasks.STATES.get(event.__class__, "released")
         ended = state != "released" and ts.state != "cancelled"
         start, stop = (event.start, event.stop) if ended else (None, None)

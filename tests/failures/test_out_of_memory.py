@@ -186,6 +186,12 @@ def test_in_a_method_of_an_actor(client: Client) -> None:
         assert isinstance(raised.value.__cause__, DeviceMemoryError)
 
 
+def test_in_client_run_the_error_is_that_of_the_library(client: Client) -> None:
+    with pytest.raises(DeviceMemoryError) as raised:
+        client.run(Greedy().take, 2**40)
+    assert not hasattr(raised.value, "__notes__")
+
+
 def test_tasks_that_secede_twice(machine: SimulatedMachine) -> None:
     """The last attempt, alone on its device, gives it up for the task that it waits for."""
 

@@ -34,6 +34,10 @@ class Guard(Call):
     """
 
     synchronizes = False  # whether it waits for its devices before and after the call
+    # Why it does not run again after a device failed; "" if it may.
+    not_again = (
+        "calls of actors run once, and this actor's state is lost with its worker. Make a new actor"
+    )
 
     def __init__(
         self,
@@ -42,14 +46,12 @@ class Guard(Call):
         devices: tuple[Device, ...],
         *,
         is_coro: bool = False,
-        not_again: str = "",
     ) -> None:
         self.monitor = monitor
         self.key = key
         self.devices = devices
         # A function has its device current around it. A coroutine enters it itself, at each resume.
         self.is_coro = is_coro
-        self.not_again = not_again  # why it does not run again after a device failed; "" if it may
 
     def is_cancelled(self) -> bool:
         """Return whether dask needs it no more; on any thread."""
