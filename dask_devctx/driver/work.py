@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from array import array
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property
@@ -38,7 +39,8 @@ class WorkCalls:
     """
 
     def __init__(self, checked: Checked) -> None:
-        self._free_events: dict[tuple[int, bool], tuple[int | None, list[int]]] = {}
+        # Events that are not used now, by the number of their context, and whether they are timed.
+        self.free_events: defaultdict[tuple[int | None, bool], list[int]] = defaultdict(list)
         self.look = Look(self, checked)
         self.driver = checked.driver
         self.types = checked.types
@@ -56,21 +58,6 @@ class WorkCalls:
         """Create an event of the current context; ``timed`` ones know when they were reached."""
         flags = 0 if timed else _DISABLE_TIMING
         return int(self._value(self.driver.cuEventCreate, flags))
-
-    def free_events(self, context: int, identity: int | None, *, timed: bool) -> list[int]:
-        """Return the list of a context's events that are not used now; the caller changes it.
-
-        The context's events end with it. A later context can have the same handle, and then has
-        another number, ``identity``.
-        """
-        found = self._free_events.get((context, timed))
-        if found is None or found[0] != identity:
-            found = self._free_events[context, timed] = identity, []
-        return found[1]
-
-    def event_destroy(self, event: int) -> None:
-        """Destroy an event; work that waits for it still waits."""
-        self._value(self.driver.cuEventDestroy, event)
 
     def event_record(self, event: int, stream: int, *, at_once: bool = False) -> None:
         """Make the event stand for all work that the stream has been given so far."""

@@ -82,8 +82,8 @@ class Event:
         self._handle = 0
         calls = device._backend.calls
         self._calls = calls.work
-        context = device._handle
-        self._free = self._calls.free_events(context, calls.context_id(context), timed=timed)
+        # The context's events end with it. A later one with its handle has another number.
+        self._free = self._calls.free_events[calls.context_id(device._handle), timed]
         try:
             self._handle = self._free.pop()
         except IndexError:

@@ -252,7 +252,6 @@ def test_an_event_of_an_idle_stream_is_done(calls, stream, which):
     calls.work.stream_wait(LEGACY_STREAM, event)
     calls.synchronize()
     assert calls.work.look.reached(event)
-    calls.work.event_destroy(event)
 
 
 def test_the_time_between_two_events(calls, pointer):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-import weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.driver.backends import Backend, ProcessLock
+from dask_devctx.driver.backends import ProcessLock
 from dask_devctx.errors import DevctxError
 from dask_devctx.transfer.events import Event, Stamp, current_streams
 
@@ -103,9 +103,8 @@ class Lane:
         self._calls.work.stream_synchronize(self._stream)
 
 
-_free: weakref.WeakKeyDictionary[Backend, dict[Device, list[Lane]]] = weakref.WeakKeyDictionary()
-_shared: weakref.WeakKeyDictionary[Backend, dict[tuple[Device, str], Lane]]
-_shared = weakref.WeakKeyDictionary()
+_free: defaultdict[Device, list[Lane]] = defaultdict(list)
+_shared: dict[tuple[Device, str], Lane] = {}
 _lock = ProcessLock()  # a ``__del__`` may copy, too
 _sharing = ProcessLock()  # another one: while a lane is made, the driver may wait for the device
 
@@ -113,8 +112,7 @@ _sharing = ProcessLock()  # another one: while a lane is made, the driver may wa
 def take(device: Device) -> Lane:
     """Return a lane of the current device; :func:`finish` or :func:`drop` it in the end."""
     with _lock:
-        lanes = _free.setdefault(device._backend, {}).setdefault(device, [])
-        lane = lanes.pop() if lanes else None
+        lane = _free[device].pop() if _free[device] else None
     return lane if lane is not None and lane.usable else Lane(device)
 
 
@@ -135,10 +133,9 @@ def shared(device: Device, name: str) -> Lane:
     Its users wait for their copies by events, and may so wait for the copies of others, too.
     """
     with _sharing:
-        lanes = _shared.setdefault(device._backend, {})
-        lane = lanes.get((device, name))
+        lane = _shared.get((device, name))
         if lane is None or not lane.usable:
-            lane = lanes[device, name] = Lane(device)
+            lane = _shared[device, name] = Lane(device)
     return lane
 
 
@@ -146,7 +143,7 @@ def give(lane: Lane) -> None:
     """Make a lane available again; all its work is done."""
     lane._at_once = False  # if an error came before its mark
     with _lock:
-        _free[lane.device._backend][lane.device].append(lane)
+        _free[lane.device].append(lane)
 
 
 def finish(lane: Lane, *, is_done: bool = False) -> None:
