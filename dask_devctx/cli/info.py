@@ -50,7 +50,7 @@ def info(context: click.Context) -> None:
     parts = [f"{counted(len(rows), noun)}, {version}, {seen}"]
     parts[0] += "" if order is None else f", CUDA_DEVICE_ORDER={order}"
     if rows:
-        head = ("device", "name", "uuid", "PCI bus id", "compute", "free", "total", "NUMA", "CPUs")
+        head = ("device", "name", "uuid", "PCI bus id", "compute", "free", "total", "CPUs")
         parts.append(aligned(head, rows))
     if len(rows) > 1:
         parts.append("Peer access, from each row's device to each column's memory:")
@@ -95,7 +95,6 @@ def _row(info: DeviceInfo, memory: tuple[int, int] | None) -> Sequence[object]:
         None if capability is None else "{}.{}".format(*capability),
         nbytes_text(memory and memory[0]),
         nbytes_text(info.total_memory),
-        info.numa_node,
         None if cpus is None else _ranges(cpus),
     )
 

@@ -113,7 +113,7 @@ def _discover(backend: Backend, visible: str | None, order: str | None) -> Inven
     usable = whole + [info for _, mig in gpus for info in mig or ()]
     seen = {info.uuid for info in shown}
     hidden = tuple(info for info in usable if info.uuid not in seen)
-    return Inventory(shown, hidden, visible, "nvml", tuple(problems))
+    return Inventory(shown, hidden, visible, tuple(problems))
 
 
 def _order_is_known(gpus: list[NvmlGPU], visible: str | None, order: str | None) -> bool:
@@ -155,7 +155,7 @@ def _from_driver(backend: Backend, visible: str | None, *problems: str) -> Inven
     except DriverUnavailableError as error:
         reason = f"{'; '.join(problems)}; {error.reason}"
         raise type(error)(reason, error.remedy) from None  # the reason says all of it
-    return Inventory(devices, (), visible, "driver", problems)
+    return Inventory(devices, (), visible, problems)
 
 
 # -- NVML, which needs no context and may leave any question unanswered
@@ -281,8 +281,6 @@ def _gpu(nvml: Any, index: int, handle: Any) -> NvmlGPU:
         compute_capability=ask("nvmlDeviceGetCudaComputeCapability"),
         total_memory=_total_memory(nvml, handle),
         nvml_index=index,
-        # Not nvmlDeviceGetNumaNodeId: it only answers if the GPU's memory is itself a node.
-        numa_node=next(_bits(ask("nvmlDeviceGetMemoryAffinity", 1, 0)), None),
         cpu_affinity=frozenset(_bits(ask("nvmlDeviceGetCpuAffinity", words))) or None,
     )
     mode = ask("nvmlDeviceGetMigMode")

@@ -44,7 +44,6 @@ class DeviceInfo(NamedTuple):
     compute_capability: tuple[int, int] | None = None
     total_memory: int | None = None  # bytes
     nvml_index: int | None = None  # of the GPU; NVML ignores CUDA_VISIBLE_DEVICES
-    numa_node: int | None = None  # the memory node that the GPU is nearest to
     cpu_affinity: frozenset[int] | None = None  # the CPUs near the GPU, by their numbers
 
     def __str__(self) -> str:
@@ -57,7 +56,6 @@ class Inventory(NamedTuple):
     devices: tuple[DeviceInfo, ...]  # in CUDA's order: the position is the ordinal
     hidden: tuple[DeviceInfo, ...] = ()  # by CUDA_VISIBLE_DEVICES
     visible_devices: str | None = None  # the value of the variable that applies
-    source: str = "nvml"  # or "driver", if NVML could not answer
     problems: tuple[str, ...] = ()  # in words for a person
 
 
@@ -116,9 +114,8 @@ def find(which: object, inventory: Inventory) -> DeviceInfo | None:
     found = among(name, inventory)
     if len(found) == 1:
         return found[0]
-    hint = _why_not(name, found, inventory)
-    if inventory.source == "nvml":  # a problem may be the cause: a hiding entry, a lost GPU
-        hint = ". ".join(filter(None, [hint, *inventory.problems]))
+    # A problem may be the cause: a hiding entry, a lost GPU.
+    hint = ". ".join([_why_not(name, found, inventory), *inventory.problems])
     available = [str(info) for info in inventory.devices]
     raise DeviceNotFoundError(which, available, inventory.visible_devices, hint)
 

@@ -108,11 +108,10 @@ def test_the_driver_orders_several_kinds(machine):
 def test_without_nvml_the_driver_answers(machine):
     with use_nvml(machine, nvmlInit=refuse(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)):
         inventory = discovery.inventory(driver.backend())
-        assert inventory.source == "driver"
         assert "NVML does not answer" in inventory.problems[0]
         info = inventory.devices[2]
         assert info.uuid == machine.gpus[2].uuid
-        assert (info.nvml_index, info.numa_node, info.cpu_affinity) == (None, None, None)
+        assert (info.nvml_index, info.cpu_affinity) == (None, None)
         assert info.total_memory == 16 * 2**30
         assert machine.gpus[2].primary is None
         assert Device(2).memory_info.free == 16 * 2**30  # the driver's, in its primary context
@@ -159,7 +158,6 @@ def test_what_nvml_leaves_open_is_none(machine):
         machine,
         nvmlDeviceGetMemoryInfo=no,
         nvmlDeviceGetCpuAffinity=no,
-        nvmlDeviceGetMemoryAffinity=no,
         nvmlDeviceGetCudaComputeCapability=no,
         nvmlDeviceGetName=no,
         nvmlDeviceGetPciInfo=no,
@@ -174,7 +172,6 @@ def test_what_nvml_leaves_open_is_none(machine):
             "pci_bus_id": None,
             "compute_capability": None,
             "total_memory": None,
-            "numa_node": None,
             "cpu_affinity": None,
         }
         assert device.compute_capability == (9, 0)  # the driver knows it without a context

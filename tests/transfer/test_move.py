@@ -54,7 +54,7 @@ def test_the_driver_is_asked_once_for_many_values_and_moves(machine, x):
         assert calls["cuEventRecord"] == 2 * n  # of the source's work, and of the copies
     assert [one.shape for one in moved] == [(2, 3), (3,), (3,), (3,), (3,), (0, 3)]
     assert {one.device for one in moved} == {Device(1)}
-    assert (calls["cuEventCreate"], calls["cuEventDestroy"]) == (2, 0)
+    assert calls["cuEventCreate"] == 2
     assert calls["cuCtxEnablePeerAccess"] == 2
     assert connect(Device(0), Device(1))
     Device(1).primary_context.release()

@@ -37,7 +37,6 @@ class SimulatedGPU:
     name: str = "Simulated GPU"
     compute_capability: tuple[int, int] = (9, 0)
     mig: tuple[str, ...] | None = None  # the "MIG-…" UUIDs; None where MIG mode is off
-    numa_node: int = 0
     peers: frozenset[int] | None = None  # the GPUs whose memory it can reach; None for all
     compute_mode: str = "default"  # "exclusive" while another process has it, or "prohibited"
     lost: bool = False  # whether it has fallen off the bus

@@ -93,6 +93,3 @@ class SimulatedNvml:
     def nvmlDeviceGetCpuAffinity(self, handle: Any, words: int) -> Any:
         self._check(handle)
         return [2**64 - 1] * words
-
-    def nvmlDeviceGetMemoryAffinity(self, handle: Any, words: int, scope: int) -> Any:
-        return [1 << self._check(handle).numa_node] + [0] * (words - 1)

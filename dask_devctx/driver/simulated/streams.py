@@ -155,14 +155,6 @@ class SimulatedStreams(SimulatedContexts):
             self._reached[int(event)] = None
         return event
 
-    @function(0)
-    def cuEventDestroy(self, event: Any) -> Any:
-        found = self._events.pop(int(event), None)
-        self._reached.pop(int(event), None)
-        self._captured.pop(int(event), None)
-        if found is None:
-            raise Refused(Status.CUDA_ERROR_INVALID_HANDLE)
-
     @function(0, works=True)
     def cuEventRecord(self, event: Any, stream: Any) -> Any:
         found = self._stream(stream)

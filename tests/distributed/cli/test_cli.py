@@ -35,7 +35,6 @@ def test_dask_finds_the_command() -> None:
 
 
 def test_every_device_has_a_line(machine: SimulatedMachine) -> None:
-    machine.gpus[1].numa_node = 1
     machine.gpus[1].used_memory = 4 * 2**30
     result = info()
     assert result.exit_code == 0
@@ -46,7 +45,6 @@ def test_every_device_has_a_line(machine: SimulatedMachine) -> None:
             assert cell in row
     assert "12.0 GiB" in rows[1]
     assert [gpu.primary for gpu in machine.gpus] == [None] * 4, "no context is created"
-    assert rows[1].split()[-2] == "1"
     assert "Problems" not in result.stdout
     assert "Hidden" not in result.stdout
 
