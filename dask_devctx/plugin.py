@@ -22,7 +22,6 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals import check_worker
 from dask_devctx.dask_internals.worker import no_more_heartbeats
 from dask_devctx.graph.keep import keep_annotations
-from dask_devctx.worker.comms import serialization
 from dask_devctx.worker.extension import DeviceExtension
 from dask_devctx.worker.leases import registration
 from dask_devctx.worker.leases.locks import held_devices
@@ -85,7 +84,6 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     def __init__(self, **options: Any) -> None:
         refuse_unknown(options, OPTION_NAMES, type(self).__name__)
         keep_annotations()
-        serialization.register()  # in this process too, for the values that it scatters
         for text in config.unknown_keys():
             warnings.warn(text, stacklevel=2)
         self.options = Options(**options)

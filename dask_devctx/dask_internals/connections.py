@@ -243,11 +243,3 @@ def _loads(pickled: Any, *, buffers: Any = ()) -> Any:
         if _OF_A_TASK in bytes(pickled[:100]) and any(ours(error) for ours in _users):
             return LateTask(pickled, buffers)
         raise
-
-
-def register_instead(registry: Any, kind: type, serialize: Callable[..., Any]) -> None:
-    """Register a function for a type, and for its subclasses that used the type's old function."""
-    found = registry._lookup  # dispatching runs lazy registrations, and this may be one
-    theirs = found[kind]
-    for each in [each for each, known in found.items() if known is theirs]:
-        registry.register(each, serialize)

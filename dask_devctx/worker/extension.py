@@ -28,7 +28,7 @@ from dask_devctx.scheduler.rows import TRAFFIC
 from dask_devctx.transfer.traffic import TrafficCounts
 from dask_devctx.worker.actors import DeviceActors
 from dask_devctx.worker.allocators import allocating
-from dask_devctx.worker.comms import in_place_of_the_first, landing_on, serialization
+from dask_devctx.worker.comms import in_place_of_the_first, landing_on
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.oom_retries import Retries
 from dask_devctx.worker.metrics.history import remembering
@@ -36,7 +36,6 @@ from dask_devctx.worker.metrics.prometheus import exposed
 from dask_devctx.worker.metrics.record import Record
 from dask_devctx.worker.peers import exchanging
 from dask_devctx.worker.peers.transfers import PeerTransfers
-from dask_devctx.worker.peers.transport import SAYS
 from dask_devctx.worker.placement.admission import Admission
 from dask_devctx.worker.placement.placement import Placement
 from dask_devctx.worker.placement.policy import start_soonest
@@ -96,7 +95,6 @@ class DeviceExtension:
             traffic = self.traffic = TrafficCounts()
             traffic.on_copy, self.history.refresh = self.history.copied, traffic.measure
             steps.enter_context(metric(worker, TRAFFIC, lambda worker: traffic.rows()))
-            serialization.register()
             steps.enter_context(unpickled_later(worker, is_out_of_memory))
             rechunks = Rechunks(worker, used, lambda: self.store, traffic)
             steps.enter_context(rechunking(worker, rechunks))
@@ -122,7 +120,6 @@ class DeviceExtension:
                         options,
                         traffic,
                         is_alone_on=self.monitor.calls.is_alone_on,
-                        takes_values=lambda who: SAYS in who,
                         moved_bytes=self._moved_bytes,
                         on_failure=self.monitor.noticed_between,
                     )

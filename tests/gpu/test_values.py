@@ -24,14 +24,6 @@ pytestmark = pytest.mark.timeout(320)
 
 # So long one task may take; none is to hang.
 _PATIENCE_S = 40
-# A client gets values by dask's own serialization. This leaves out gradients and what parts share,
-# and refuses Numba's arrays with gaps.
-NOT_FOR_CLIENTS = {
-    "torch with gradient",
-    "torch model and optimizer",
-    "cupy views",
-    "numba strided view",
-}
 ONE, TWO = pytest.mark.gpu(count=1), pytest.mark.gpu(count=2)
 LAYOUTS: dict[str, tuple[dict[str, Any], pytest.MarkDecorator]] = {
     "one worker": ({"n_workers": 1, "devices": [0, 1]}, TWO),
@@ -128,7 +120,7 @@ def test_it_is_right_everywhere(name: str, everything: tuple[str, dict[str, Any]
     here = seen["here"]["gave"]
     places = ["source", "there"]
     if kind.sent:
-        places += ["back"] if name in NOT_FOR_CLIENTS else ["back", "client"]
+        places += ["back", "client"]
     for place in places:
         assert "gave" in seen[place], (place, seen[place]["raised"])
         assert same(here, seen[place]["gave"]), place

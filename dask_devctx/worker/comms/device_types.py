@@ -78,6 +78,11 @@ def is_array(value: object) -> bool:
     return getattr(find_views(type(value)), "func", None) is _view
 
 
+def is_by_frames(kind: type) -> bool:
+    """Return whether distributed itself has functions for a type that leave it on its device."""
+    return getattr(find(kind), "func", None) is _by_frames
+
+
 def are_few(values: Iterable[object], at_most: int) -> bool:
     """Return whether values are a few arrays and numbers: they are packed in microseconds.
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Hashable
 from contextlib import suppress
+from copy import copy
 from itertools import islice
 from typing import Any
 
@@ -19,6 +20,8 @@ from dask_devctx.transfer.ipc.parcel import unpack
 from dask_devctx.transfer.ipc.receiving import Receiving
 from dask_devctx.worker.peers.transfers import QUICK_NBYTES, STAGED, PeerTransfers
 from dask_devctx.worker.peers.transport import SAYS
+from dask_devctx.worker.values.store import Store
+from dask_devctx.worker.values.value import Value
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +51,7 @@ async def ask(
     # both sides wait without end.
     request = {"op": "get_data", "keys": keys, "who": who, "reply": True}
     said, store = local.transport.says(worker), local.store()
-    # Values for devices may arrive in host memory where they have limits.
-    if who and (said or (store is not None and store.spill.accounts)):
+    if who and store is not None:  # values may arrive in host memory: the store restores them
         request["who"] = f"{who}{SAYS}{said}"
     if deserializers := deserializers or rpc.deserializers:
         request["serializers"] = deserializers
@@ -61,6 +63,9 @@ async def ask(
             msg: Message = await comm.read(deserializers=deserializers)
             if msg["status"] == "OK":
                 await _complete(local, worker, msg)
+                if not isinstance(local.worker.data, Store):  # the plugin was removed meanwhile
+                    for key, value in msg["data"].items():
+                        msg["data"][key] = copy(value) if type(value) is Value else value
                 with suppress(CommClosedError):  # a sender that is gone does not wait for this
                     await comm.write("OK")
             elif msg["status"] == "uncaught-error":

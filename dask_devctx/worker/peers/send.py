@@ -8,6 +8,7 @@ import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from distributed.comm import CommClosedError
@@ -19,10 +20,11 @@ from dask_devctx.transfer import Stamp, nbytes_by_device
 from dask_devctx.transfer.events import is_captured, wait_for_captures
 from dask_devctx.transfer.ipc.parcel import Header, Parcel, pack
 from dask_devctx.transfer.ipc.sending import Sending
-from dask_devctx.worker.comms.device_types import are_few, find
+from dask_devctx.worker.comms.device_types import are_few, find, is_by_frames
 from dask_devctx.worker.peers.transfers import QUICK_NBYTES, STAGED, PeerTransfers
 from dask_devctx.worker.peers.transport import SAYS
-from dask_devctx.worker.values.store import Store
+from dask_devctx.worker.values.host_form import Copying
+from dask_devctx.worker.values.store import SENDING, Store
 from dask_devctx.worker.values.value import Value
 
 logger = logging.getLogger(__name__)
@@ -48,14 +50,18 @@ def answering(local: PeerTransfers, get_data: Callable[..., Any]) -> Callable[..
     """Return the handler of requests for values, around dask's own."""
 
     async def answer(comm: Any, keys: Any, who: str | None = None, serializers: Any = None) -> Any:
-        address, _, said = (who if isinstance(who, str) else "").partition(SAYS)
-        asking = _Asking(local, comm, address, said)
+        asking = _Asking(local, comm, who if isinstance(who, str) else "")
+        if asking.inside and (store := local.store()) is not None:
+            await store.readable(keys)
+        token = SENDING.set(not asking.inside)
         try:
-            return await get_data(asking, keys=keys, who=address or None, serializers=serializers)
+            who = asking.address or None
+            return await get_data(asking, keys=keys, who=who, serializers=serializers)
         except Exception as error:
             clear_frames(error)  # dask's log keeps the error: not the values with it
             raise
         finally:
+            SENDING.reset(token)
             asking.end()
             del asking  # dask's log keeps this frame with an error
 
@@ -65,8 +71,13 @@ def answering(local: PeerTransfers, get_data: Callable[..., Any]) -> Callable[..
 class _Asking:
     """The connection of a worker that asked for values, while it is answered."""
 
-    def __init__(self, local: PeerTransfers, comm: Any, address: str, said: str) -> None:
-        self._local, self._comm, self._asked = local, comm, (address, said)
+    def __init__(self, local: PeerTransfers, comm: Any, who: str) -> None:
+        self._local, self._comm = local, comm
+        self.address, takes_values, self.said = who.partition(SAYS)
+        # Whether it takes a `Value` in host memory, which it restores on a device when needed.
+        self.takes_values = bool(takes_values)
+        # Within a process nothing is serialized: the receiver gets the objects that are read.
+        self.inside = str(getattr(comm, "local_address", "")).startswith("inproc")
         self._sending: Sending | None = None
         self._was_read = False
 
@@ -76,7 +87,7 @@ class _Asking:
     async def write(self, msg: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(msg, dict) and "data" in msg:
             try:
-                msg, self._sending = await _prepared(self._local, *self._asked, msg)
+                msg, self._sending = await _prepared(self._local, self, msg)
             except CommClosedError:
                 self._comm.abort()
                 raise
@@ -95,30 +106,65 @@ class _Asking:
 
 
 async def _prepared(
-    local: PeerTransfers, who: str, said: str, msg: Message
+    local: PeerTransfers, asking: _Asking, msg: Message
 ) -> tuple[Message, Sending | None]:
-    """Return an answer, with staged values if the worker that asked can read them."""
-    reason, places = local.transport.why_not(said), {}
-    if who and local.devices:
-        places = _on_devices(msg["data"], local.devices, local.store(), staged=not reason)
-        if places and not reason:
-            local.readers.add(who)
-            try:
-                sending, parcels = await _staged(local, msg["data"], places)
-                return _message(msg, sending, parcels), sending
-            except Exception as error:
-                reason = _why_not_staged(local, error, who, next(iter(next(iter(places.values())))))
-    # dask reads the values in the libraries' default streams. These do not wait for a stream that a
-    # task made for itself.
-    if (store := local.store()) is not None:
-        for made in await store.readable(msg["data"]):
-            made.hold_back_readers()
+    """Return an answer: its values are staged if the worker that asked can read them.
+
+    All others on devices are in host memory, but those that UCX carries.
+    """
+    store, who, data = local.store(), asking.address, msg["data"]
+    if store is None:
+        return msg, None
+    reason, places = local.transport.why_not(asking.said), _on_devices(data, local.devices, store)
+    if places and not reason:
+        local.readers.add(who)
+        try:
+            sending, parcels = await _staged(local, store, data, places)
+            return _message(msg, sending, parcels), sending
+        except Exception as error:
+            reason = _why_not_staged(local, error, who, next(iter(next(iter(places.values())))))
     by_dask = local.transport.by_dask
-    for each in places.values():
-        for device, nbytes in each.items():
+    if places and not asking.inside:
+        how = {"by_ucx": by_dask == "ucx", "takes_values": asking.takes_values}
+        copied = await asyncio.to_thread(_in_host_memory, local, store, data, places, **how)
+        msg = {**msg, "data": data | copied}
+    for device, nbytes in (one for each in places.values() for one in each.items()):
+        if who:  # a worker
             why = reason if by_dask == "host" else None
             local.traffic.sent(device.uuid, who, by_dask, nbytes, why)
     return msg, None
+
+
+def _in_host_memory(
+    local: PeerTransfers,
+    store: Store,
+    data: Mapping[Hashable, Any],
+    places: Places,
+    *,
+    by_ucx: bool,
+    takes_values: bool,
+) -> dict[Hashable, Any]:
+    """Return the values of an answer in host memory, without those that dask sends as they are."""
+    found: dict[Hashable, Any] = {}
+    for key, there in places.items():
+        value, device = data[key].data, next(iter(there))
+        if value.__class__ is Value:
+            found[key] = Serialize(value if takes_values else value.host_form())
+            continue
+        try:
+            work = _work(store, key, there)
+            with device:
+                wait_for_captures()  # some types cannot be packed without spoiling one
+            if by_ucx and is_by_frames(type(value)):
+                work.hold_back_readers()
+                continue
+            copying = partial(Copying, value, device, work, store.spill.pool.take, sent=True)
+            found[key] = Serialize(store.spill.allocated(device, there[device], copying).finish())
+        except Exception as error:
+            if local.failed(device, error):
+                raise CommClosedError(f"the device failed: {error}") from error
+            logger.debug("%r goes as dask sends it", key, exc_info=True)
+    return found
 
 
 def _why_not_staged(local: PeerTransfers, error: Exception, who: str, device: Device) -> str:
@@ -139,7 +185,7 @@ def _why_not_staged(local: PeerTransfers, error: Exception, who: str, device: De
 
 
 async def _staged(
-    local: PeerTransfers, data: dict[Hashable, Any], places: Places
+    local: PeerTransfers, store: Store, data: dict[Hashable, Any], places: Places
 ) -> tuple[Sending, Parcels]:
     """Return values packed and staged, or raise."""
     total: Counter[Device] = Counter()
@@ -150,7 +196,11 @@ async def _staged(
     if staging is None or staging.refused:
         raise _NotStagedError(_NO_ROOM if staging is None else staging.refused)
     values = {key: data[key].data for key in places}
-    stamps = _work_of(local, values, places)
+    stamps = [
+        _work(store, key, there)
+        for key, there in places.items()
+        if values[key].__class__ is not Value
+    ]
     parcels: Parcels = {}
     quick = (
         0 < sum(total.values()) <= QUICK_NBYTES
@@ -190,22 +240,12 @@ async def _staged(
     return sending, parcels
 
 
-def _work_of(local: PeerTransfers, values: Mapping[Hashable, Any], places: Places) -> list[Stamp]:
-    stamps: list[Stamp] = []
-    unknown: set[Device] = set()
-    store = local.store()
-    for key, devices in places.items():
-        if values[key].__class__ is Value:
-            continue
-        value = None if store is None else store.peek(key)
-        after = value.stamp if value.__class__ is Value else None
-        if after is not None and all(device in after.devices for device in devices):
-            stamps.append(after)
-        else:
-            unknown.update(devices)
-    if unknown:
-        stamps.append(Stamp.of_devices(unknown))
-    return stamps
+def _work(store: Store, key: Hashable, devices: Collection[Device]) -> Stamp:
+    """Return the stamp of the work that makes a value on devices."""
+    value = store.peek(key)
+    stamp: Stamp | None = value.stamp if value.__class__ is Value else None
+    is_known = stamp is not None and all(device in stamp.devices for device in devices)
+    return stamp if stamp is not None and is_known else Stamp.of_devices(devices)
 
 
 def _message(msg: Message, sending: Sending, parcels: Parcels) -> Message:
@@ -220,25 +260,20 @@ def _message(msg: Message, sending: Sending, parcels: Parcels) -> Message:
     return {**msg, "data": data, STAGED: Serialize((about, packed))}
 
 
-def _on_devices(
-    data: Mapping[Hashable, Any], devices: Sequence[Device], store: Store | None, *, staged: bool
-) -> Places:
+def _on_devices(data: Mapping[Hashable, Any], devices: Sequence[Device], store: Store) -> Places:
     """Return the values of an answer that are on devices, each with its bytes by device.
 
-    With ``staged``, values in host memory that belong on a device are staged there, and so count.
+    Values in host memory that belong on a device count as there.
     """
     found: Places = {}
     for key, wrapped in data.items():
-        if not isinstance(wrapped, Serialize):
-            continue
         value = wrapped.data
         if value.__class__ is Value:
-            if staged:
-                form = value.host_form()
-                home = form.home if form.home in devices else devices[0]
-                found[key] = {home: form.nbytes}
+            form = value.host_form()
+            home = form.home if form.home in devices else devices[0]
+            found[key] = {home: form.nbytes}
             continue
-        if store is not None and store.is_host_data(key) and find(type(value)) is None:
+        if store.is_host_data(key) and find(type(value)) is None:
             continue
         try:
             places = nbytes_by_device(value)

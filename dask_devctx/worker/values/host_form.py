@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from distributed.protocol.serialize import dask_deserialize, dask_serialize
+
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.transfer.events import Stamp, hold, is_captured
@@ -80,18 +82,11 @@ class HostForm(Parcel):
     def of_frames(cls, about: About, frames: Sequence[Any], home: Device) -> HostForm:
         """Return a value that arrived as its frames."""
         kinds, n_buffers = about
-        pickled, *rest = frames
+        pickled, *rest = map(writeable, frames)
         parts = []
         for (kind, detail), block in zip(kinds, map(block_of, rest[n_buffers:]), strict=True):
             parts.append(Part(block.address, block.nbytes, kind, detail, block, on_host=True))
-        return cls(bytes(pickled), [memoryview(one) for one in rest[:n_buffers]], parts, home=home)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Be the value itself in another process."""
-        frames = [
-            pickle.PickleBuffer(frame) if protocol >= 5 else bytes(frame) for frame in self.frames
-        ]
-        return arrived, (self.about, frames)
+        return cls(bytes(pickled), rest[:n_buffers], parts, home=home)
 
 
 class Copying:
@@ -101,7 +96,13 @@ class Copying:
     """
 
     def __init__(
-        self, value: Any, device: Device, after: Stamp, take: Callable[[int], HostBlock]
+        self,
+        value: Any,
+        device: Device,
+        after: Stamp,
+        take: Callable[[int], HostBlock],
+        *,
+        sent: bool = False,
     ) -> None:
         # A piece of an array is a view, which holds all memory of the array that it was cut from.
         # If small pieces came back as such, a task that joins pieces of many arrays would need the
@@ -111,6 +112,7 @@ class Copying:
         memory = memory_of(value) if is_array(value) else None
         dense = memory is not None and value.nbytes <= memory.nbytes * _LARGE
         dense = dense and value.dtype.names is None and not is_captured(device)
+        dense = dense or sent  # then each array arrives in memory of its own
         with device:
             after.hold_back_readers()  # for types that are pickled by their own code
             try:
@@ -148,6 +150,19 @@ def wait_for(stamp: Stamp) -> None:
         time.sleep(_POLL_S)
 
 
+# In a process to which dask sends a host form, this is the value itself.
+
+
+@dask_serialize.register(HostForm)  # type: ignore[untyped-decorator]
+def _to_process(form: HostForm) -> tuple[dict[str, Any], list[Any]]:
+    return {"about": pickle.dumps(form.about)}, form.frames
+
+
+@dask_deserialize.register(HostForm)  # type: ignore[untyped-decorator]
+def _from_process(header: dict[str, Any], frames: list[Any]) -> Any:
+    return arrived(pickle.loads(header["about"]), frames)
+
+
 def arrived(about: About, frames: list[Any]) -> Any:
     """Return a value that left another process as its host form, on the current device."""
     device = Device.current() or Device(0)
@@ -156,11 +171,14 @@ def arrived(about: About, frames: list[Any]) -> Any:
     return value
 
 
-def block_of(frame: Any) -> HostBlock:
-    """Return a frame's memory as a block."""
-    given = memoryview(frame)
-    view = given.cast("B") if given.nbytes else memoryview(bytearray(1))
-    if view.readonly:
-        view = memoryview(bytearray(view))
+def writeable(frame: Any) -> memoryview:
+    """Return the bytes of a frame, copied if they cannot be written to."""
+    view = memoryview(frame)
+    return memoryview(bytearray(view)) if view.readonly else view
+
+
+def block_of(frame: memoryview) -> HostBlock:
+    """Return the memory of a frame as a block."""
+    view = frame.cast("B") if frame.nbytes else memoryview(bytearray(1))
     address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-    return HostBlock(view, address, given.nbytes, is_page_locked=False)
+    return HostBlock(view, address, frame.nbytes, is_page_locked=False)

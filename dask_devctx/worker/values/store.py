@@ -22,7 +22,7 @@ from distributed import Status, Worker
 
 from dask_devctx.config.options import Options
 from dask_devctx.cuda.device import Device
-from dask_devctx.dask_internals.worker import replaced_data, wrapped_handler
+from dask_devctx.dask_internals.worker import replaced_data
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer import Stamp, nbytes_by_device, release_held, walk
 from dask_devctx.transfer.traffic import TrafficCounts
@@ -31,9 +31,8 @@ from dask_devctx.worker.values.copies import Copies
 from dask_devctx.worker.values.spill import Spill
 from dask_devctx.worker.values.value import AWAY, Value
 
-# Who reads in this context: one that sends values to a process that takes a `Value` as it is in
-# host memory ("values"), or only the value itself ("whole"); empty for all others.
-_SENDING: Final[ContextVar[str]] = ContextVar("devctx-sending", default="")
+# Whether the reader in this context sends values to another process.
+SENDING: Final[ContextVar[bool]] = ContextVar("devctx-sending", default=False)
 _EXECUTE: Final = inspect.unwrap(Worker.execute).__code__
 _POLL_S: Final = 0.001
 # Of a key whose value dask's own mapping has; the second if it was searched, and holds no arrays
@@ -50,7 +49,7 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
 
     Every reader gets the value itself, on its device. There are two exceptions: the worker that
     prepares a task gets the :class:`Value`, which the task's :class:`Use` resolves on its thread;
-    one that sends values gets a stand-in that is the value itself in the receiver's process.
+    one that sends values gets it for those in host memory.
     """
 
     # As a dictionary, it has all keys: with a `Value` on devices, or with the note that dask's own
@@ -112,12 +111,10 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
                 return value
         if value.spill is None:  # read from disk
             self.spill.add(value)
-        if sending := _SENDING.get():
+        if SENDING.get():
             with self.spill.lock:
                 value.touched = next(numbers)
-                if value.value is not AWAY:
-                    return value.value
-                return value if sending == "values" else value.form
+                return value if value.value is AWAY else value.value
         if self.open and sys._getframe(1).f_code is _EXECUTE:
             return value
         return self.spill.read(value)
@@ -250,25 +247,6 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
             del self.raw[key]
             self._put(value)
 
-    # -- sent to others
-
-    def sending(self, get_data: Callable[..., Any], takes_values: Callable[[str], bool]) -> Any:
-        """Return a handler in the place of ``get_data``: values in host memory are sent as such."""
-
-        async def get_stored(comm: Any, keys: Collection[Hashable], **kwargs: Any) -> Any:
-            # Within a process nothing is serialized: the receiver gets the objects that are read.
-            inside = str(getattr(comm, "local_address", "")).startswith("inproc")
-            if inside:
-                await self.readable(keys)
-            how = "values" if takes_values(kwargs.get("who") or "") else "whole"
-            token = _SENDING.set("" if inside else how)
-            try:
-                return await get_data(comm, keys=keys, **kwargs)
-            finally:
-                _SENDING.reset(token)
-
-        return get_stored
-
 
 @contextmanager
 def storing(
@@ -278,7 +256,6 @@ def storing(
     traffic: TrafficCounts,
     *,
     is_alone_on: Callable[[Device], bool],
-    takes_values: Callable[[str], bool],
     moved_bytes: Callable[[Device, int, float, bool], object],
     on_failure: Callable[[Device, DriverError], object],
 ) -> Iterator[Store]:
@@ -313,10 +290,7 @@ def storing(
     )
     store = Store(worker.data, spill, moves_inputs=options.move_inputs)
     try:
-        with (
-            replaced_data(worker, store, unwrap),
-            wrapped_handler(worker, "get_data", lambda get: store.sending(get, takes_values)),
-        ):
+        with replaced_data(worker, store, unwrap):
             spill.start()
             release()
             copies.outlived = lambda: worker.loop.add_callback(release)

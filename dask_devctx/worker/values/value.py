@@ -16,7 +16,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.errors import DevctxError
 from dask_devctx.transfer import Stamp, walk
 from dask_devctx.transfer.location import Memory
-from dask_devctx.worker.values.host_form import HostForm
+from dask_devctx.worker.values.host_form import HostForm, arrived
 
 # The `value` of one in host memory.
 AWAY: Final = object()
@@ -106,7 +106,8 @@ class Value:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Be the value itself in another process, such as that of a process pool."""
-        return self.host_form().__reduce_ex__(protocol)
+        form = self.host_form()
+        return arrived, (form.about, [*map(bytes, form.frames)])
 
 
 # dask's data on disk: a value comes back from there into host memory.
