@@ -139,25 +139,26 @@ class Rechunks:
 
     def _asked(self, grid: Grid, index: Index, owner: int) -> Coming:
         """Return what a worker was asked for, and ask it for pieces of the next blocks."""
+        enough = self._ahead_nbytes(grid)
         with grid.run.lock:
             found = grid.coming.pop((index, owner), None)
+            if found is not None and found.offset:
+                return found
+            ahead = grid.run.outputs_to_come(self._worker) if enough else []
             if found is None:
-                self._ask(grid, owner, index)
+                grid.asked.discard((index, owner))  # by a run of its task before
+                self._ask(grid, owner, [index, *ahead], enough // _FIRST)
                 found = grid.coming.pop((index, owner))
-            if found.offset == 0:
-                self._ask(grid, owner)
+            self._ask(grid, owner, ahead, enough)
             return found
 
-    def _ask(self, grid: Grid, owner: int, first: Index | None = None) -> None:
-        """Ask a worker for its pieces of a block of this worker's, and of those that come next."""
-        enough = self._ahead_nbytes(grid)
-        ahead = grid.run.outputs_to_come(self._worker) if enough else []
-        wanted = [index for index in ahead if index != first and (index, owner) not in grid.asked]
-        if first is not None:
-            enough //= _FIRST
+    def _ask(self, grid: Grid, owner: int, wanted: Iterable[Index], enough: int) -> None:
+        """Ask a worker for its pieces of some blocks, up to so many bytes and of one at least."""
         asked: dict[Index, int] = {}  # where the pieces of each begin
         end = 0
-        for index in wanted if first is None else [first, *wanted]:
+        for index in wanted:
+            if (index, owner) in grid.asked:
+                continue
             grid.asked.add((index, owner))
             plan = grid.plans[index] = grid.plans.get(index) or grid.plan(index)
             nbytes = 0 if plan is None else int(plan.pieces.sizes[plan.owners == owner].sum())
