@@ -134,11 +134,10 @@ async def _complete(local: PeerTransfers, address: str, msg: Message) -> None:
                     unread[key] = error
 
     store = local.store()
-    room = None if store is None or not store.spill.accounts else store.spill
-    if room is not None and not room.make_room(device, receiving.nbytes, wait=False):
-        room.give_room(device, receiving.nbytes)
-        await local.run(room.make_room, device, receiving.nbytes)
+    room = None if store is None else store.spill
     try:
+        if room is not None and not room.make_room(device, receiving.nbytes, wait=False):
+            await local.run(room.make_room, device, 0)
         await _arrive(local, receiving, unpacked)
     except Exception as error:
         opening = isinstance(error, DriverError) and error.function == "cuIpcOpenMemHandle"

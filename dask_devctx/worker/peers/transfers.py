@@ -94,11 +94,13 @@ class PeerTransfers:
 
     async def _end_later(self) -> None:
         try:
-            while self.in_use or self.under_way:
+            while self.in_use or self.under_way or not await self.give_back():
+                if self.worker.status is Status.closed:
+                    break
                 await asyncio.sleep(_LOOK_S)
-            self.opened.close()  # what arrived since
-            await self.give_back()
+                self.opened.close()  # what arrived since
         finally:
+            self.opened.close()
             self._executor.shutdown(wait=False)
 
     # -- for one transfer
@@ -188,13 +190,13 @@ class PeerTransfers:
         idle = [one for one in self.stagings.values() if one.nbytes and now - one.used_at > _IDLE_S]
         await self.give_back(idle)
 
-    async def give_back(self, stagings: Sequence[Staging] | None = None) -> None:
-        """Free staging memory that is not in use, once no other worker has it open."""
+    async def give_back(self, stagings: Sequence[Staging] | None = None) -> bool:
+        """Free staging memory that is not in use; return False if another worker has it open."""
         stagings = list(self.stagings.values()) if stagings is None else stagings
         found = [(staging, staging.retire()) for staging in stagings]
         handles = tuple(buffer.handle for _, buffers in found for buffer in buffers)
         if not handles:
-            return
+            return True
         readers = list(self.readers)
         closed = await asyncio.gather(*[self._ask_to_close(one, handles) for one in readers])
         for staging, buffers in found:
@@ -202,33 +204,25 @@ class PeerTransfers:
                 await self.run(staging.free, buffers)
             else:
                 staging.use_again(buffers)
+        return all(closed)
 
     async def _ask_to_close(self, address: str, handles: tuple[bytes, ...]) -> bool:
         """Return whether another worker has closed this worker's buffers, or is gone."""
         pool = self.worker.rpc
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                pool.reuse(address, await self._connection(address))
+                # dask tries for longer than this to connect to a process that is gone.
+                pool.reuse(address, await pool.connect(address, timeout=_CONNECT_TIMEOUT_S))
                 said = await getattr(pool(address), CLOSE)(said=handles)
-        except TimeoutError:
-            return False
-        except OSError:
+        except OSError as error:
+            # dask's last try may have had no time left to hear that nobody is there: once more.
+            if isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError):
+                return False
             self.readers.discard(address)  # with what its process had open
             return True
         except RuntimeError:  # this worker is closing
             return False
         return said is not False  # who does not know the question has closed all
-
-    async def _connection(self, address: str) -> Any:
-        """Return a connection to another worker; the error says whether its process is gone."""
-        while True:
-            try:
-                # dask tries for longer than this to connect to a process that is gone.
-                return await self.worker.rpc.connect(address, timeout=_CONNECT_TIMEOUT_S)
-            except OSError as error:
-                # dask's last try may have had no time left to hear that nobody is there.
-                if not isinstance(error.__cause__, TimeoutError):
-                    raise
 
 
 def _undone(undo: Callable[[Any], object], future: Future[Any]) -> None:

@@ -43,16 +43,6 @@ def opened() -> int:
     return int(calls["cuIpcOpenMemHandle"] - calls["cuIpcCloseMemHandle"])
 
 
-def nobody_is_there(dask_worker: Worker) -> None:
-    """Let dask say of its tries to connect that the first one's last had no time left."""
-    causes = iter([TimeoutError(), ConnectionRefusedError()])
-
-    async def connect(*_: object, **__: object) -> Any:
-        raise OSError("Timed out trying to connect") from next(causes, None)
-
-    dask_worker.rpc.connect = connect
-
-
 def used_memory(dask_worker: Worker) -> int:
     gc.collect()
     staged = peers.staging_nbytes(dask_worker) if "devctx" in dask_worker.plugins else 0
@@ -101,11 +91,8 @@ def test_a_worker_that_left_is_forgotten_and_staging_memory_goes_back(killed: bo
         else:
             client.retire_workers(workers[1:])
         assert peers.until(lambda: not client.run(opened, workers=here)[workers[0]], 30)
-        if killed:
-            client.run(nobody_is_there, workers=here)
-        patience_s = 0 if killed else 20  # at the first time
         given_back = lambda: not client.run(peers.given_back, workers=here)[workers[0]]  # noqa: E731
-        assert peers.until(given_back, patience_s)
+        assert peers.until(given_back, 20)
 
 
 def reserved(dask_worker: Worker) -> int:
