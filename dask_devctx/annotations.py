@@ -214,10 +214,6 @@ WATCHED: Final = "devctx-watched"
 # Marks a task that a worker fails without a call of it. The value has the fields of the error.
 REFUSED: Final = "devctx-refused"
 
-# Marks a task that names a device that no worker of the cluster uses. The value has the devices
-# that workers use, for the error.
-PRESENT: Final = "devctx-present"
-
 
 def may_rerun(annotations: Mapping[str, Any] | None) -> bool:
     """Return whether a task with these annotations may run again after a device failed."""

@@ -103,11 +103,6 @@ def timeline(client: Client, path: str | os.PathLike[str], *, since: float = 0.0
     refuse_unusable(client, "timeline(Client(cluster), path)")
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"timeline(client, path) takes the path of a file, got {path!r}")
-    if not isinstance(since, int | float):
-        raise TypeError(
-            f"since must be seconds since the epoch, as of time.time(), got {since!r}. A datetime "
-            "has them as .timestamp()"
-        )
     made: Timeline = client.sync(_written, client, Path(path), since)
     return made
 

@@ -18,8 +18,6 @@ _WHOLE_UUID = (36, 40)
 # A worker that starts may announce its devices before it joins; so many such announcements are
 # kept.
 _EARLY_LIMIT = 1000
-# So many devices are named in the error of a task for another device.
-_SHOWN = 32
 
 
 class Wanted(NamedTuple):
@@ -136,16 +134,6 @@ class Cluster:
     def may_come(self, wanted: Wanted) -> bool:
         """Return whether a worker that has the devices may join, or announce it, before long."""
         return bool(self.unheard) or any(devices.have(wanted) for devices, _ in self.left.values())
-
-    def shown(self) -> list[str]:
-        """Return a description of each device that workers use; of the first of very many."""
-        used = {
-            (ordinal, info.uuid): str(info)
-            for devices in self.present.values()
-            for ordinal, info in enumerate(devices.seen.devices)
-            if info.uuid in devices.used
-        }
-        return [text for _, text in sorted(used.items())][:_SHOWN]
 
     def expire(self, before: float) -> bool:
         """Forget workers that left or joined before a time; return whether there were any."""

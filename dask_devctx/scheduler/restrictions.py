@@ -35,14 +35,13 @@ class Group:
     """Tasks that name the same device on the same terms, by key.
 
     ``workers``, ``hosts`` and ``loose`` are dask's restrictions of all of them; dask reads the set
-    of workers itself, not a copy. ``holders`` is how many workers have the device.
+    of workers itself, not a copy.
     """
 
     terms: Terms
     workers: set[str] = field(default_factory=set)
     hosts: frozenset[str] | None = None
     loose: bool = False
-    holders: int = 0
     tasks: dict[Hashable, Any] = field(default_factory=dict)
 
 
@@ -63,13 +62,13 @@ class Restrictions:
         """Return the number of groups whose restrictions are kept up to date."""
         return len(self._by_terms)
 
-    def note(self, ts: Any, asked: Request) -> Group:
+    def note(self, ts: Any, asked: Request) -> None:
         """Restrict a task that names a device. It is not scheduled yet, or waits for a worker."""
         key = ts.key
         old = self.groups.get(key)
         if old is not None:
             if old.tasks[key] is ts:
-                return old  # its restrictions are those of its group, not its user's
+                return  # its restrictions are those of its group, not its user's
             self.forget(key)
         wanted = _wanted(asked)
         unknown = any(name.kind == "unknown" for name in wanted.names)
@@ -83,7 +82,6 @@ class Restrictions:
         group.tasks[key] = ts
         self.groups[key] = group
         restrict(ts, group.workers, group.hosts, loose=group.loose)
-        return group
 
     def forget(self, key: Hashable) -> None:
         """Forget a task."""
@@ -91,11 +89,6 @@ class Restrictions:
         del group.tasks[key]
         if not group.tasks and (any(group.terms[2:]) or len(self._by_terms) > _KEPT):
             del self._by_terms[group.terms]
-
-    def are_for_nobody(self, group: Group) -> bool:
-        """Return whether tasks go to a worker that fails them, since no worker has their device."""
-        lost = not group.holders and bool(self._cluster.using)
-        return lost and group.workers.isdisjoint(_NOBODY)
 
     def review(self) -> list[Any]:
         """Update the restrictions; return the tasks that wait and may go to other workers now."""
@@ -107,9 +100,7 @@ class Restrictions:
 
     def _update(self, group: Group) -> bool:
         """Bring a group's restrictions up to date; return whether they have changed."""
-        holders = self._cluster.having(group.terms[0])
-        group.holders = len(holders)
-        workers, hosts, loose = self._restrictions(group.terms, holders)
+        workers, hosts, loose = self._restrictions(group.terms)
         others = hosts != group.hosts or loose is not group.loose
         if workers == group.workers and not others:
             return False
@@ -121,11 +112,10 @@ class Restrictions:
                 restrict(ts, group.workers, hosts, loose=loose)
         return True
 
-    def _restrictions(
-        self, terms: Terms, targets: Set[str]
-    ) -> tuple[Set[str], frozenset[str] | None, bool]:
+    def _restrictions(self, terms: Terms) -> tuple[Set[str], frozenset[str] | None, bool]:
         cluster = self._cluster
         wanted, may_wait, workers, hosts, loose = terms
+        targets: Set[str] = cluster.having(wanted)
         if not targets:
             if may_wait and cluster.may_come(wanted):
                 return _NOBODY, None, False

@@ -16,7 +16,6 @@ from dask_devctx.annotations import (
     ANY_DEVICE,
     HOST_ONLY,
     NAMES,
-    PRESENT,
     Request,
     about_no_plugin,
     mistaken,
@@ -255,9 +254,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
                 wanted = Request((error.with_traceback(None),))
             if wanted is ANY_DEVICE or wanted is HOST_ONLY:
                 continue
-            group = restricted.note(ts, wanted)
-            if restricted.are_for_nobody(group):
-                internals.annotate(ts, PRESENT, self._cluster.shown())
+            restricted.note(ts, wanted)
 
     def _close_pages(self) -> None:
         """Remove the pages; one that somebody looks at changes no more."""

@@ -11,7 +11,6 @@ from distributed import Worker
 from dask_devctx.annotations import (
     ANY_DEVICE,
     HOST_ONLY,
-    PRESENT,
     RERUN,
     Request,
     Unannotated,
@@ -21,11 +20,10 @@ from dask_devctx.annotations import (
     requested_device,
     watched_run,
 )
-from dask_devctx.cuda import naming
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals import tasks
 from dask_devctx.dask_internals.tasks import DeviceThreadPoolExecutor, send_next_task_to
-from dask_devctx.errors import DevctxError, DeviceFailedError, DeviceNotFoundError
+from dask_devctx.errors import DevctxError, DeviceFailedError
 from dask_devctx.scheduler.rows import DEVICE
 from dask_devctx.worker.placement.admission import Admission, share_units
 from dask_devctx.worker.run import DeviceRun, HostRun, Refused
@@ -103,9 +101,8 @@ class Runs:
         except Exception as error:
             # Of the traceback, only the lines of a policy or of an annotation help the user.
             error = error.with_traceback(of_the_user(error))
-            failure = explained(error, annotations)
-            self._record.refused(ts, failure)
-            return Refused(ts.run_spec, failure)
+            self._record.refused(ts, error)
+            return Refused(ts.run_spec, error)
         run.isolated, run.not_again = isolated, not_again
         if not (theirs or run.is_coro):
             send_next_task_to(self._pools[run.devices[0]], run)
@@ -188,14 +185,3 @@ def _conditions(annotations: Mapping[str, Any]) -> tuple[int, str]:
     if not may_rerun(annotations):
         return run, f"it says {RERUN}=False"
     return run, had_all_runs(run, most) if run else ""
-
-
-def explained(error: Exception, annotations: Mapping[str, Any] | None) -> Exception:
-    """Return the error of a task that got no device, with what the scheduler knows of it."""
-    present = annotations.get(PRESENT) if annotations else None
-    if present is None or not isinstance(error, DeviceNotFoundError):
-        return error
-    hint = error.hint
-    if naming.read(error.requested).kind == "ordinal":
-        hint = "No worker of this cluster uses it"
-    return type(error)(error.requested, present, error.visible_devices, hint)
