@@ -80,12 +80,10 @@ class DevctxError(Exception):
 
 
 def _plain(value: Any) -> Any:
-    """Return a field's value as the receiver of a pickle can have it: its text, if need be."""
-    if type(value) in (bool, float, int, str, type(None)):
-        return value
+    """Return a field's value of its own, which can be pickled."""
     if isinstance(value, Mapping):
         return dict(value)
-    return tuple(value) if isinstance(value, list | tuple) else repr(value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 # -- names that are mistyped
@@ -143,54 +141,27 @@ class DeviceMemoryError(DriverError, MemoryError):
 
 
 class DriverUnavailableError(DevctxError):
-    """There is no CUDA driver, or this process cannot use it.
+    """There is no CUDA driver, or this process cannot use it; made of the reason and the remedy."""
 
-    Parameters
-    ----------
-    reason
-        What is missing.
-    remedy
-        What to do about it.
-    """
-
-    reason: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.reason.rstrip('.')}. {self.remedy}"
+    def __init__(self, *sentences: str) -> None:
+        super().__init__(". ".join(one.rstrip(".") for one in sentences))
 
 
 class DeviceNotFoundError(DevctxError, LookupError, ValueError):
-    """This process does not have the device that was asked for.
+    """This process does not have the device that was asked for."""
 
-    Parameters
-    ----------
-    requested
-        The request, as it was given.
-    available
-        A description of each available device, in CUDA's order; None where the request is a text
-        that names no device on any machine.
-    visible_devices
-        The value of ``CUDA_VISIBLE_DEVICES``, or None where it is not set.
-    hint
-        What to do about it, or "".
-    """
 
-    requested: object
-    available: Sequence[str] | None = None
-    visible_devices: str | None = None
-    hint: str = ""
-
-    def __str__(self) -> str:
-        if self.available is None:
-            return f"{self.requested!r} names no device. {self.hint}"
-        short = [_REST_OF_A_UUID.sub("", one) for one in self.available]
-        have = ", ".join(short if len({*short}) == len(short) else self.available) or "none"
-        seen = "not set" if self.visible_devices is None else repr(self.visible_devices)
-        hint = f"{self.hint.rstrip('.')}. " if self.hint else ""
-        return (
-            f"no device {self.requested!r}. {hint}Available: {have}; CUDA_VISIBLE_DEVICES is {seen}"
-        )
+def no_device(
+    requested: object, available: Sequence[str], visible_devices: str | None, hint: str
+) -> DeviceNotFoundError:
+    """Return the error for a device that is not there; ``available`` describes those that are."""
+    short = [_REST_OF_A_UUID.sub("", one) for one in available]
+    have = ", ".join(short if len({*short}) == len(short) else available) or "none"
+    seen = "not set" if visible_devices is None else repr(visible_devices)
+    hint = f"{hint.rstrip('.')}. " if hint else ""
+    return DeviceNotFoundError(
+        f"no device {requested!r}. {hint}Available: {have}; CUDA_VISIBLE_DEVICES is {seen}"
+    )
 
 
 class VisibleDevicesError(DevctxError):

@@ -24,7 +24,7 @@ def needs(*packages: str, on_gpus: str = "cupy") -> None:
     try:
         found = devices()
     except DriverUnavailableError as error:
-        found, reason = (), error.reason
+        found, reason = (), str(error)
     else:
         reason = "CUDA_VISIBLE_DEVICES hides all of them"
     if not found:

@@ -63,14 +63,13 @@ CASES = {
     errors.DriverUnavailableError(
         "there is no driver", "Install it"
     ): "there is no driver. Install it",
-    errors.DeviceNotFoundError(
+    errors.no_device(
         7, ["cuda:0 (GPU-a)"], "0", "Ordinals go from 0 to 0"
     ): "no device 7. Ordinals go from 0 to 0. Available: cuda:0 (GPU-a); CUDA_VISIBLE_DEVICES is "
     "'0'",
-    errors.DeviceNotFoundError(
-        "cuda:7", ()
+    errors.no_device(
+        "cuda:7", (), None, ""
     ): "no device 'cuda:7'. Available: none; CUDA_VISIBLE_DEVICES is not set",
-    errors.DeviceNotFoundError("bogus", hint="Name one"): "'bogus' names no device. Name one",
     errors.VisibleDevicesError("it does not fit"): "it does not fit",
     errors.DeviceScopeError("was left too late"): "was left too late",
     errors.in_use(
@@ -110,14 +109,6 @@ def test_every_class_is_tested():
     assert classes == {type(error) for error in CASES}
     assert all(cls.__doc__ for cls in classes)
     assert all(getattr(dask_devctx, cls.__name__) is cls for cls in classes)
-
-
-def test_what_was_given_is_kept_as_text_where_it_cannot_travel():
-    class Local:
-        def __repr__(self):
-            return "<Local>"
-
-    assert errors.DeviceNotFoundError(Local()).requested == "<Local>"
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import dask
 from dask.utils import get_named_args
 from distributed import Nanny, Worker
 from distributed.core import Status
@@ -18,7 +17,6 @@ from dask_devctx.client.layout import lay_out
 from dask_devctx.config.options import (
     OPTION_NAMES,
     RMM_NAMES,
-    Options,
     fold_rmm,
     refuse_unknown,
     require_interface,
@@ -125,9 +123,6 @@ class LocalDeviceCluster(WatchedCluster):
             threads_per_worker = layout.nthreads
         if "memory_limit" not in kwargs:
             kwargs["memory_limit"] = layout.memory_limit
-        # A plugin that is registered later leaves the devices as they are.
-        if _has_nannies(**kwargs):
-            kwargs["config"] = _configuration(plugin.options, kwargs.get("config") or {})
         n_workers = layout.n_workers
         try:
             super().__init__(n_workers=n_workers, threads_per_worker=threads_per_worker, **kwargs)
@@ -189,18 +184,3 @@ def _known(given: dict[str, Any], owner: type) -> dict[str, Any]:
     named = {name for cls in bases for name in get_named_args(cls.__init__)}
     refuse_unknown(given, named | {*OPTION_NAMES, *RMM_NAMES}, owner.__name__)
     return given
-
-
-def _has_nannies(worker_class: object = None, processes: bool | None = None, **_: object) -> bool:
-    """Return whether each worker of a cluster has a process of its own."""
-    if worker_class is None:
-        return processes is not False
-    return not isinstance(worker_class, type) or issubclass(worker_class, Nanny)
-
-
-def _configuration(options: Options, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration for the workers' processes that has their devices, too."""
-    devices = {"devices": options.devices, "devices-per-worker": options.devices_per_worker}
-    mine = {name: value for name, value in devices.items() if value is not None}
-    section = dask.config.merge(dask.config.get("devctx", {}), given.get("devctx", {}), mine)
-    return {**given, "devctx": section}

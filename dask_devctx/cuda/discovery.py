@@ -100,7 +100,7 @@ def _discover(backend: Backend, visible: str | None, order: str | None) -> Inven
         except DriverUnavailableError as error:
             if not problems:
                 raise
-            problems.append(f"the CUDA driver cannot say what it shows: {error.reason}")
+            problems.append(f"the CUDA driver cannot say what it shows: {error}")
     if rule.stopped_at is not None:
         problems.append(
             f"CUDA_VISIBLE_DEVICES={visible!r}: the entry {rule.stopped_at!r} hides itself and "
@@ -153,8 +153,7 @@ def _from_driver(backend: Backend, visible: str | None, *problems: str) -> Inven
     try:
         devices = tuple(_joined(backend, {}))
     except DriverUnavailableError as error:
-        reason = f"{'; '.join(problems)}; {error.reason}"
-        raise type(error)(reason, error.remedy) from None  # the reason says all of it
+        raise type(error)(f"{'; '.join(problems)}; {error}") from None  # which says all of it
     return Inventory(devices, (), visible, problems)
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
-from dask_devctx.errors import DeviceNotFoundError
+from dask_devctx.errors import DeviceNotFoundError, no_device
 
 ACCEPTED = (
     'an ordinal (1, "1", "cuda:1"), a UUID or a unique prefix of one ("GPU-…", "MIG-…"), a PCI '
@@ -103,7 +103,7 @@ def refuse_no_name(which: object) -> None:
     """Refuse a text that names no device on any machine, and an object of another type."""
     name = read(which)
     if name.kind == "unknown":
-        raise DeviceNotFoundError(which, hint=str(name.value))
+        raise DeviceNotFoundError(f"{which!r} names no device. {name.value}")
 
 
 def find(which: object, inventory: Inventory) -> DeviceInfo | None:
@@ -117,7 +117,7 @@ def find(which: object, inventory: Inventory) -> DeviceInfo | None:
     # A problem may be the cause: a hiding entry, a lost GPU.
     hint = ". ".join([_why_not(name, found, inventory), *inventory.problems])
     available = [str(info) for info in inventory.devices]
-    raise DeviceNotFoundError(which, available, inventory.visible_devices, hint)
+    raise no_device(which, available, inventory.visible_devices, hint)
 
 
 def among(name: Name, inventory: Inventory) -> tuple[DeviceInfo, ...]:

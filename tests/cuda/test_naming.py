@@ -165,10 +165,7 @@ def test_not_there(which, hint):
     with pytest.raises(DeviceNotFoundError) as caught:
         find(which)
     error = caught.value
-    assert hint in error.hint
-    assert error.available == tuple(str(info) for info in INVENTORY.devices)
-    assert error.visible_devices == INVENTORY.visible_devices
-    for said in (repr(error.requested), A, B, C, "CUDA_VISIBLE_DEVICES", error.hint):
+    for said in (hint, A, B, C, f"CUDA_VISIBLE_DEVICES is {INVENTORY.visible_devices!r}"):
         assert said in str(error)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
     # distributed sends an error's context along: the object itself must not be in it

@@ -132,7 +132,7 @@ async def test_registering_anew(client: Any, worker: Any) -> None:
     with dask.annotate(device=1):
         error = await client.submit(here, "elsewhere").exception()
     assert "Available: cuda:2 (" in str(error)
-    assert "No worker of this cluster uses it" in str(error)
+    assert "which this worker does not use" in str(error)
     await client.register_plugin(DevicePlugin(tasks_per_device=3))
     assert set(worker.executors) == executors
     assert await client.gather([client.submit(here, i, pure=False) for i in range(4)])

@@ -15,7 +15,7 @@ from distributed import Worker
 
 from dask_devctx.config.options import Options
 from dask_devctx.cuda.device import Device, named_devices
-from dask_devctx.errors import DeviceNotFoundError, DevicesInUseError, in_use
+from dask_devctx.errors import DevicesInUseError, in_use, no_device
 from dask_devctx.scheduler.messages import CLAIM
 from dask_devctx.worker.leases import registration
 from dask_devctx.worker.leases.locks import Lock, held_devices, take
@@ -127,7 +127,7 @@ class DeviceShare:
     def _found(self) -> tuple[Device, ...]:
         found = named_devices(self._named)
         if not found:
-            raise DeviceNotFoundError(
+            raise no_device(
                 "any",
                 (),
                 os.environ.get("CUDA_VISIBLE_DEVICES"),

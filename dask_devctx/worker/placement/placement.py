@@ -10,7 +10,7 @@ from dask_devctx import driver
 from dask_devctx.annotations import ANY_DEVICE, Request, not_an_annotation
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
-from dask_devctx.errors import DevctxError, DeviceNotFoundError, nbytes_text
+from dask_devctx.errors import DevctxError, nbytes_text, no_device
 from dask_devctx.worker.placement.admission import Admission, Claim
 from dask_devctx.worker.placement.policy import (
     RELUCTANCE_S,
@@ -198,7 +198,7 @@ class Placement:
             return tuple(group)
         if len(group) > 1:  # other workers may have the rest
             raise self._not_enough(len(group), group)
-        raise DeviceNotFoundError(
+        raise no_device(
             names[0],
             [str(mine.info) for mine in self.devices],
             discovery.inventory(driver.backend()).visible_devices,
