@@ -21,12 +21,11 @@ from distributed import Scheduler
 from distributed.dashboard.components.scheduler import env
 from distributed.dashboard.core import DaskBokehTornado
 from distributed.dashboard.scheduler import template_variables
-from distributed.diagnostics.progress_stream import color_of
 from distributed.utils import sync
 from jinja2 import ChoiceLoader, FileSystemLoader, Template
 from tornado.ioloop import IOLoop
 
-__all__ = ["added_pages", "color_of", "template", "update_regularly"]
+__all__ = ["added_pages", "template", "update_regularly"]
 
 # Fills a new document of one page: the arguments are the scheduler, variables for its template,
 # and the document.
@@ -37,15 +36,12 @@ _SETTINGS: Final = "distributed.scheduler.dashboard.bokeh-application"
 
 @contextmanager
 def added_pages(
-    scheduler: Scheduler,
-    pages: Mapping[str, FillDocument],
-    *,
-    menu: Mapping[str, str],
+    scheduler: Scheduler, pages: Mapping[str, tuple[str, FillDocument]]
 ) -> Iterator[None]:
-    """While it is open, the dashboard of a scheduler has further pages, by their paths.
+    """While it is open, the dashboard of a scheduler has further pages: path, name and filler.
 
-    ``menu`` has the names of pages. An ``/individual-…`` page is one plot: it is listed among
-    dask's plots, and for programs such as JupyterLab.
+    An ``/individual-…`` page is one plot: it is listed among dask's plots, and for programs such as
+    JupyterLab.
     """
     theirs = next(app for app in _applications(scheduler) if isinstance(app, BokehTornado))
     variables = template_variables(scheduler)
@@ -55,7 +51,7 @@ def added_pages(
     ours = _FurtherPages(
         {
             path: Application(FunctionHandler(partial(_filled, scheduler, fill, extra)))
-            for path, fill in pages.items()
+            for path, (_, fill) in pages.items()
         },
         theirs,
         prefix=theirs.prefix,
@@ -68,7 +64,7 @@ def added_pages(
         ("plots", {"url": path.strip("/"), "name": name})
         if path.startswith("/individual-")
         else ("pages", path.strip("/"))
-        for path, name in menu.items()
+        for path, (name, _) in pages.items()
     ]
     ours.initialize(IOLoop.current())
     ours.start()

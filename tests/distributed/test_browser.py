@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -48,15 +49,16 @@ pytestmark = pytest.mark.skipif(
 # Returns the rows of a plot's renderer that has all of some columns.
 ROWS = """
     const [plot, ...columns] = arguments
-    const figure = window.Bokeh?.documents[0]?.get_model_by_name(plot)
-    for (const renderer of figure?.renderers ?? []) {
+    const layout = window.Bokeh?.documents[0]?.get_model_by_name(plot)
+    for (const renderer of layout?.children[0].renderers ?? []) {
         const data = renderer.data_source.data
         if (columns.every((column) => column in data))
             return columns.map((column) => Array.from(data[column]))
     }
 """
 LAYOUT = """
-    const boxes = [...document.querySelectorAll("#devices > div")].map((cell) => {
+    const cells = document.querySelectorAll("#devices > div:not(#devices-range)")
+    const boxes = [...cells].map((cell) => {
         const {left, top, width, height} = cell.getBoundingClientRect()
         const shown = cell.firstElementChild.getBoundingClientRect()
         return {left, top, width, height, shown: [shown.width, shown.height]}
@@ -120,17 +122,21 @@ def test_the_page_of_a_job_that_runs(client: Client, tmp_path: Path) -> None:
             return [] if found is None else list(zip(*found, strict=True))
 
         # A lane for each device, with a bar for each task.
-        keys = {(key,) for key in (*(v.key for v in values), "fails-1")}
-        until(lambda: {*rows("timeline", "key")}, lambda shown: shown >= keys)
-        at = dict(rows("timeline", "key", "bottom"))
+        def bars() -> dict[str, float]:
+            """The lower sides of tasks' bars, by key."""
+            found = rows("timeline", "about", "bottom")
+            return {re.findall("key</td><td>(.+?)<", text)[0]: low for text, low in found}
+
+        keys = {*(v.key for v in values), "fails-1"}
+        at = until(bars, lambda shown: shown.keys() >= keys)
         for device in range(4):
             assert 3 - device < at[f"make-first-{device}"] < 4 - device
         for left, right in rows("timeline", "left", "right"):
             assert 0 <= right - left < 10_000
         # More tasks, more bars; of the numbers in other plots, see on_scheduler/test_plots.py.
         values += run_job(client, "second")
-        keys |= {(value.key,) for value in values}
-        until(lambda: {*rows("timeline", "key")}, lambda shown: shown == keys)
+        keys |= {value.key for value in values}
+        until(bars, lambda shown: shown.keys() == keys)
 
         # The failure, as text and not as HTML.
         table = page.execute_script(
@@ -140,7 +146,20 @@ def test_the_page_of_a_job_that_runs(client: Client, tmp_path: Path) -> None:
         assert "no &lt;b&gt;rows&lt;/b&gt; in this file" in table
         assert {("failed",), ("make-first",), ("add-first",)} < {*rows("timeline", "kind")}
 
-        for size in ((1280, 900), (3840, 2160)):
+        # Another range of time, also on the page of a plot alone, which has dask's menu.
+        span = """
+            const {x_range} = Bokeh.documents[0].get_model_by_name("device_timeline").children[0]
+            return Math.round((x_range.end - x_range.start) / 1000)
+        """
+        page.set_window_size(1000, 700)
+        for path in ("individual-device-timeline", "devices"):
+            page.get(url.replace("devices", path))
+            until(lambda: page.execute_script(f"try {{{span}}} catch {{}}"), [30].__contains__)
+            page.execute_script("Bokeh.documents[0].get_model_by_name('device_range').active = 1")
+            until(lambda: page.execute_script(span), [120].__contains__)
+            assert page.find_element("css selector", "a[href='devices']").text == "Devices"
+
+        for size in ((1000, 700), (1400, 900), (3840, 2160)):
             page.set_window_size(*size)
             layout = until(lambda: page.execute_script(LAYOUT), lambda layout: layout["wide"] <= 0)
             page.save_screenshot(str(tmp_path / f"{size[0]}.png"))
@@ -148,7 +167,7 @@ def test_the_page_of_a_job_that_runs(client: Client, tmp_path: Path) -> None:
             for box in layout["boxes"]:
                 assert box["left"] >= 0
                 assert box["left"] + box["width"] <= size[0]
-                assert box["width"] >= 500
+                assert box["width"] >= 470
                 assert box["height"] >= 120
                 assert box["shown"][0] <= box["width"] + 1
                 assert box["shown"][1] <= box["height"] + 1

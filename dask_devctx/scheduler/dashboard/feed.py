@@ -21,6 +21,8 @@ from dask_devctx.scheduler.rows import Copy, Incident, Sample, TaskRun, merged
 # loop does nothing else meanwhile.
 _MOST: Final = 2_500
 _MOST_AT_FIRST: Final = 10_000
+# Without a sample for this long, a device's worker is gone or very busy.
+STALE_S: Final = 3.0
 # Two samples of a device further apart than this show nothing of the time between them.
 _APART_S: Final = 5.0
 
@@ -31,14 +33,6 @@ class Lanes:
     """The lanes of devices: their ``names`` and ``positions`` by UUID, from the bottom to the top.
 
     A device is a host, an ordinal there and a UUID. One that several workers use has one lane.
-
-    Examples
-    --------
-    >>> lanes = Lanes(("node-1", n, f"GPU-{n}") for n in range(2))
-    >>> lanes.names
-    {'GPU-1': 'cuda:1', 'GPU-0': 'cuda:0'}
-    >>> lanes.positions["GPU-0"]
-    1.5
     """
 
     def __init__(self, devices: Iterable[tuple[str, int, str]] = ()) -> None:
@@ -97,11 +91,13 @@ class Intervals:
 class Batch:
     """The rows since the last update, and the intervals of samples.
 
-    With ``again``, the plots begin from nothing. ``offset`` is the seconds from UTC to the
+    ``gone`` are the names of devices whose workers left. With ``again``, the plots begin from
+    nothing. ``offset`` is the seconds from UTC to the
     scheduler's local time.
     """
 
     lanes: Lanes
+    gone: Sequence[str]
     again: bool
     now: float
     offset: float
@@ -150,11 +146,11 @@ class Feed:
         if history is None:  # the plugin was unregistered
             return
         reading, workers = history.read(self._next), history.workers
-        devices = {
-            (workers[worker].host, device_id, uuid)
+        known = [
+            ((workers[worker].host, device_id, uuid), workers[worker].present)
             for (worker, uuid), device_id in history.devices.items()
-            if workers[worker].present
-        }
+        ]
+        devices = {device for device, present in known if present}
         again = devices != self._devices
         if again:
             self._devices, self._lanes = devices, Lanes(devices)
@@ -166,9 +162,10 @@ class Feed:
         of: dict[type, list[Any]] = {kind: [] for kind in (TaskRun, Copy, Incident)}
         for row in rows:
             of[row.__class__].append(row)
-        now = time()
+        now, gone = time(), Lanes(device for device, _ in known).names
         batch = Batch(
             lanes=self._lanes,
+            gone=[name for uuid, name in gone.items() if uuid not in self._lanes.names],
             again=again,
             now=now,
             offset=localtime(now).tm_gmtoff,

@@ -5,59 +5,52 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-from html import escape
 from typing import Final
 
-from bokeh.models import Div, InlineStyleSheet
-from dask.utils import format_bytes
+from bokeh.models import Div
 from distributed import Scheduler
+from markupsafe import Markup
 
-from dask_devctx.errors import counted
-from dask_devctx.scheduler.dashboard.feed import Batch, Interval
-from dask_devctx.scheduler.dashboard.figures import STALE_S, transport
+from dask_devctx.errors import counted, nbytes_text
+from dask_devctx.scheduler.dashboard.feed import STALE_S, Batch, Interval
+from dask_devctx.scheduler.dashboard.figures import STYLE, transport
 from dask_devctx.scheduler.rows import Incident, Transfer, added, transfers
 
-_STYLE: Final = """
-:host { overflow: auto; font: 13px Helvetica, Arial, sans-serif; }
-h3 { font-size: 13px; margin: 4px 10px; }
-.bk-clearfix { display: block; }
-table { border-collapse: collapse; width: 100%; }
-th { color: #888888; font-weight: normal; text-align: left; position: sticky; top: 0;
-     background: var(--page, white); white-space: nowrap; }
-th, td { padding: 3px 10px; border-bottom: 1px solid #88888855; vertical-align: top; }
-td { min-width: 4em; max-width: 32em; overflow-wrap: anywhere; white-space: pre-line; }
-td:first-child { white-space: nowrap; }
-"""
+_METER: Final = Markup("<meter value='{}'></meter>{}")
+_MARK: Final = Markup("<i style='background: {}'></i>{}")  # a text with a colour
+_LONG: Final = Markup("<div>{}</div>")  # a text that may have several lines
 
 
 class Table:
-    """A table of texts below a title."""
+    """A table of texts, or of HTML, below a title."""
 
-    def __init__(self, name: str) -> None:
-        style = InlineStyleSheet(css=_STYLE)
-        self.root = Div(name=name, sizing_mode="stretch_both", stylesheets=[style])
+    def __init__(self, name: str, sizing: str = "stretch_both") -> None:
+        self.root = Div(name=name, sizing_mode=sizing, stylesheets=[STYLE])
 
     def write(self, title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """Replace the content; without rows, there is the title alone."""
-        cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
-        text = f"<h3>{escape(title)}</h3>"
+        text = Markup("<h3>{}</h3>").format(title)
+        cells = [Markup("").join(map(Markup("<td>{}</td>").format, row)) for row in rows]
         if cells:
-            names = "".join(f"<th>{escape(name)}</th>" for name in head)
-            text += f"<table><tr>{names}</tr><tr>{'</tr><tr>'.join(cells)}</tr></table>"
-        if text != self.root.text:
-            self.root.text = text
+            names = Markup("").join(map(Markup("<th>{}</th>").format, head))
+            lines = Markup("").join(map(Markup("<tr>{}</tr>").format, (names, *cells)))
+            text += Markup("<table>{}</table>").format(lines)
+        self.root.text = text
 
 
 # -- each device at a glance
 
 _HEAD: Final = (
     *("device", "computes", "has a task", "memory used", "held by dask", "spilled", "power"),
-    *("temperature", "runs now", "queued"),
+    *("temperature", "queued", "runs now"),
 )
 
 
 class Glance(Table):
     """A row for each device: its load, memory, power and temperature, its tasks and its queue."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, "stretch_width")
 
     def show(self, batch: Batch) -> None:
         """Show the latest samples."""
@@ -67,6 +60,8 @@ class Glance(Table):
         samples = [batch.latest[uuid].after for uuid in uuids]
         if samples and all(s.utilization is None and s.power_w is None for s in samples):
             title += f"; NVML has no numbers for {'it' if len(uuids) == 1 else 'them'}"
+        if batch.gone:
+            title += f"; {', '.join(batch.gone)} left with the worker"
         self.write(title, _HEAD, rows)
 
 
@@ -75,24 +70,33 @@ def _device(name: str, one: Interval, now: float) -> Sequence[str]:
     tasks = f"{after.running} × {', '.join(after.tasks_now)}" if after.running else "idle"
     if now - after.time > STALE_S:
         tasks = f"no news for {now - after.time:.0f} s"
-    used = "-"
-    if after.memory_total and after.memory_free is not None:
-        used = format_bytes(after.memory_total - after.memory_free)
-        used += f" of {format_bytes(after.memory_total)}"
-    limit = after.device_memory_limit
-    held = format_bytes((after.memory_held or 0) + (after.memory_copies or 0))
+    total, limit = after.memory_total, after.device_memory_limit
+    used = None if total is None or after.memory_free is None else total - after.memory_free
+    held = (after.memory_held or 0) + (after.memory_copies or 0)
     return (
         name,
-        "-" if after.utilization is None else f"{after.utilization:.0%}",
-        f"{one.occupied:.0%}",
-        used,
-        held if limit is None else f"{held} of {format_bytes(limit)}",
-        format_bytes(after.memory_spilled or 0),
+        _share(after.utilization),
+        _share(one.occupied),
+        _of(used, total),
+        _of(held, limit),
+        nbytes_text(after.memory_spilled or 0),
         "-" if after.power_w is None else f"{after.power_w:.0f} W",
         "-" if after.temperature is None else f"{after.temperature:.0f} °C",
-        tasks,
         str(after.queued),
+        _LONG.format(tasks),
     )
+
+
+def _share(part: float | None) -> str:
+    return "-" if part is None else _METER.format(part, f"{part:.0%}")
+
+
+def _of(nbytes: int | None, whole: int | None) -> str:
+    if nbytes is None or not whole:
+        return "-" if nbytes is None else nbytes_text(nbytes)
+    unit = " " + nbytes_text(whole).partition(" ")[2]
+    text = f"{nbytes_text(nbytes).removesuffix(unit)} of {nbytes_text(whole)}"
+    return _METER.format(nbytes / whole, text)
 
 
 # -- transfers
@@ -116,20 +120,26 @@ class TransferMatrix(Table):
             ends = names.get(source, source), names.get(target, target), way
             totals[ends] = added(row, totals[ends]) if ends in totals else row
         cells: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+        ways = {}
         for (source, target, way), total in sorted(totals.items()):
-            rate = "" if total.rate is None else f", {total.rate / 1e9:.3g} GB/s"
-            cells[source, target].append(f"{format_bytes(total.nbytes)} {transport(way)[0]}{rate}")
+            words, colour = transport(way)
+            ways[words] = _MARK.format(colour, words)
+            cells[source, target].append(_MARK.format(colour, nbytes_text(total.nbytes)))
+            if total.rate is not None:
+                cells[source, target].append(f"{total.rate / 1e9:.3g} GB/s")
         order = {name: -n for n, name in enumerate(batch.lanes.names.values())}
         sources, targets = (
             sorted({pair[side] for pair in cells}, key=lambda end: (order.get(end, 1), end))
             for side in (0, 1)
         )
-        nbytes = format_bytes(sum(total.nbytes for total in totals.values()))
+        nbytes = nbytes_text(sum(total.nbytes for total in totals.values()))
         copies = sum(total.copies for total in totals.values())
+        title = f"Transfers: {nbytes} in {copies} values" if totals else "Transfers: none so far"
+        newline = Markup("<br>")
         self.write(
-            f"Transfers: {nbytes} in {copies} values" if totals else "Transfers: none so far",
+            Markup(" &ensp; ").join([title, *ways.values()]),
             ("from", *(f"to {target}" for target in targets)),
-            ([one, *("\n".join(cells.get((one, to), ())) for to in targets)] for one in sources),
+            ([one, *(newline.join(cells[one, to]) for to in targets)] for one in sources),
         )
 
 
@@ -157,8 +167,8 @@ class FailuresTable(Table):
                 datetime.fromtimestamp(row.time).strftime("%H:%M:%S"),
                 batch.lanes.name(row.uuid),
                 row.what,
-                "" if row.key is None else str(row.key)[:200],
-                row.text[:500],
+                _LONG.format("" if row.key is None else row.key),
+                _LONG.format(row.text),
             )
             for row in reversed(self._latest)
         )

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
+from heapq import nlargest
 from typing import Any, Final
 
 from dask.utils import format_bytes, format_time
 
-from dask_devctx.dask_internals.dashboard import color_of
-from dask_devctx.scheduler.dashboard.feed import Batch
-from dask_devctx.scheduler.dashboard.figures import (
-    BOX,
-    FAILED,
-    MOST_ROWS,
-    STALE_S,
-    WINDOW_S,
-    Axes,
-    Rows,
-    about,
-    hover,
-    legend_below,
-    transport,
-)
+from dask_devctx.scheduler.dashboard.feed import STALE_S, Batch
+from dask_devctx.scheduler.dashboard.figures import GREY, Axes, LanesPlot, Rows, bar, transport
 from dask_devctx.scheduler.rows import TaskRun
 
 # The parts of a lane, measured from its middle.
@@ -30,51 +18,48 @@ _TASKS: Final = (-0.26, 0.44)
 _COPIES: Final = (-0.44, -0.32)
 # The most slots of a lane: more tasks at a time share one.
 _MOST_SLOTS: Final = 8
-# The kinds of tasks that the legend names, and the most characters of a name.
-_NAMED: Final = 6
-_NAME_LENGTH: Final = 18
+# The colours of kinds of tasks. More kinds than these share one.
+_KINDS: Final = (
+    *("#4e79a7", "#ff9896", "#bcbd22", "#6f5bd0", "#009e73", "#e5c494", "#98df8a", "#8c564b"),
+    "#b07aa1",
+)
+_OTHER: Final = ("other kinds", "#8f8f8f")
+_FAILED: Final = ("failed", "#e31a1c")
+_MOST: Final = 40_000  # the most tasks that move when a lane gets a slot
+_IDLE_S: Final = 30.0  # how long nothing runs before the title says so
 # Tasks that follow each other may overlap by this.
 _OVERLAP_S: Final = 1e-3
 _TITLE: Final = "Tasks and copies on each device"
 
 
-class Timeline:
+class Timeline(LanesPlot):
     """A lane for each device with its tasks and copies.
 
     A lane is divided among as many slots as it had tasks at a time.
     """
 
     def __init__(self, axes: Axes) -> None:
-        self._tasks = Rows("left right bottom top", "color kind key about")
-        self._running = Rows("left right bottom top", "state about")
-        self._copies = Rows("left right bottom top nbytes", "color copy about")
+        super().__init__("device_timeline", _TITLE, axes)
+        self._tasks, self._running, self._copies = self._parts = (Rows(), Rows(), Rows())
         self._begin()
-        self.root = axes.plot("device_timeline", _TITLE)
-        running = self.root.quad(
-            **BOX, source=self._running.source, fill_color="#888888", fill_alpha=0.3,
-            line_color=None, legend_field="state",
-        )  # fmt: skip
         # The edge tells two tasks of one kind apart, and shows one that is too short to be seen.
-        tasks = self.root.quad(
-            **BOX, source=self._tasks.source, color="color", fill_alpha=0.75, legend_field="kind"
-        )
-        copies = self.root.quad(
-            **BOX, source=self._copies.source, color="color", legend_field="copy"
-        )
-        legend_below(self.root)
-        self.root.add_tools(hover(tasks, copies, running))
+        tasks = self.boxes(self._tasks, color="color", fill_alpha=0.75)
+        running, copies = (self.boxes(rows, color="color") for rows in self._parts[1:])
+        self.hover(tasks, copies, running)
 
     def _begin(self) -> None:
         """Begin from nothing."""
         self._left_out = 0
-        self._named: set[str] = set()
+        # The colours of kinds of tasks, and the seconds of each kind; those of long ago count less.
+        self._colours: dict[str, str] = {}
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         # When the last task of a device ended, and since when it has tasks without a pause.
         self._ended: dict[str, float] = {}
         self._running_since: dict[str, float] = {}
         # For each slot of a device: when its last task ended.
         self._slots: dict[str, list[float]] = {}
         # The tasks that are shown, with their slots.
-        self._kept: deque[tuple[TaskRun, int]] = deque(maxlen=MOST_ROWS)
+        self._kept: deque[tuple[TaskRun, int]] = deque(maxlen=_MOST)
 
     def show(self, batch: Batch) -> None:
         """Show the tasks and copies of a batch."""
@@ -86,14 +71,33 @@ class Timeline:
         fresh = [(row, self._slot(row)) for row in tasks]
         self._kept.extend(fresh)
         # With one more slot, all tasks of a lane move.
-        again = batch.again or sum(map(len, self._slots.values())) != n_slots
+        again = sum(map(len, self._slots.values())) != n_slots
+        again |= self._rank(tasks) or batch.again
         shown = self._kept if again else fresh
         self._tasks.add((self._task(batch, *one) for one in shown), again=again)
         self._copies.add(_copies(batch), again=batch.again)
         running = [*self._running_rows(batch)]
         self._running.add(running, again=True)
         self._left_out += batch.left_out
-        self.root.title.text = _TITLE + self._news(batch, is_running=bool(running))
+        self.figure.title.text = _TITLE + self._news(batch, is_running=bool(running))
+        kinds = [entry for rows in self._parts for entry in rows.colours(self.axes.view)]
+        self.explain(dict(sorted(kinds, key=[_OTHER, _FAILED].__contains__)))
+
+    def _rank(self, tasks: Iterable[TaskRun]) -> bool:
+        """Give colours to the kinds that took the most time lately; return whether one is new."""
+        seconds, colours, before = self._seconds, self._colours, self._colours.copy()
+        for kind in seconds:
+            seconds[kind] *= 0.97
+        for row in tasks:
+            seconds[row.prefix] += (row.stop or 0.0) - (row.start or 0.0)
+        for kind in nlargest(len(_KINDS), seconds, key=seconds.__getitem__):
+            if kind not in colours and len(colours) < len(_KINDS):
+                colours[kind] = _KINDS[len(colours)]
+            elif kind not in colours:
+                least = min(colours, key=seconds.__getitem__)
+                if seconds[kind] > 2 * seconds[least]:
+                    colours[kind] = colours.pop(least)
+        return colours != before
 
     def _news(self, batch: Batch, *, is_running: bool) -> str:
         """Return the end of the title."""
@@ -102,7 +106,7 @@ class Timeline:
         if not self._ended:
             return "" if is_running else ": no task ran so far"
         idle = batch.now - max(self._ended.values())
-        return "" if is_running or idle < WINDOW_S else f": idle for {format_time(idle)}"
+        return "" if is_running or idle < _IDLE_S else f": idle for {format_time(idle)}"
 
     def _slot(self, row: TaskRun) -> int:
         """Return the slot of a task; those of a device come in about the order of their starts."""
@@ -120,10 +124,11 @@ class Timeline:
         low, high = _TASKS
         height = (high - low) / len(self._slots[uuid])
         top = batch.lanes.positions[uuid] + high - slot * height
-        wrong = row.outcome == "error"
-        if len(self._named) < _NAMED and not wrong:
-            self._named.add(row.prefix)
-        kind = row.prefix[:_NAME_LENGTH] if row.prefix in self._named else "other kinds"
+        kind, head = _OTHER, row.prefix
+        if row.outcome == "error":
+            kind, head = _FAILED, f"{row.prefix} failed"
+        elif row.prefix in self._colours:
+            kind = row.prefix, self._colours[row.prefix]
         lines = {
             "key": str(row.key),
             "device": batch.lanes.name(uuid),
@@ -132,16 +137,7 @@ class Timeline:
             "waited for its inputs": format_time(row.inputs_s),
             "waited for memory": format_time(row.memory_s),
         }
-        return {
-            "left": batch.ms(start),
-            "right": batch.ms(stop),
-            "bottom": top - 0.92 * height,
-            "top": top,
-            "color": FAILED if wrong else color_of(row.prefix),
-            "kind": "failed" if wrong else kind,
-            "key": str(row.key),
-            "about": about(f"{row.prefix}{' failed' if wrong else ''}", lines),
-        }
+        return bar(batch, (start, stop), (top - 0.92 * height, top), kind, head, lines)
 
     def _running_rows(self, batch: Batch) -> Iterator[dict[str, Any]]:
         """Yield a row for each device with tasks: since they began, or since the last task ended.
@@ -158,15 +154,13 @@ class Timeline:
             start = max(since, self._ended.get(uuid, 0.0))
             if start < batch.now < one.after.time + STALE_S:
                 names = f"{one.after.running} × {', '.join(one.after.tasks_now)}"
-                lines = {"device": batch.lanes.name(uuid), "tasks": names}
-                yield {
-                    "left": batch.ms(start),
-                    "right": batch.ms(batch.now),
-                    "bottom": middle + low,
-                    "top": middle + high,
-                    "state": "running",
-                    "about": about("running", lines | {"waiting": str(one.after.queued)}),
+                lines = {
+                    "device": batch.lanes.name(uuid),
+                    "tasks": names,
+                    "waiting": str(one.after.queued),
                 }
+                part, kind = (middle + low, middle + high), ("running", GREY)
+                yield bar(batch, (start, batch.now), part, kind, "running", lines)
 
 
 def _copies(batch: Batch) -> Iterator[dict[str, Any]]:
@@ -176,6 +170,7 @@ def _copies(batch: Batch) -> Iterator[dict[str, Any]]:
         if middle is None:  # its worker left
             continue
         words, colour = transport(row.transport)
+        head = f"copy {words}"
         lines = {
             "from": batch.lanes.name(row.source),
             "to": batch.lanes.name(row.destination),
@@ -184,13 +179,5 @@ def _copies(batch: Batch) -> Iterator[dict[str, Any]]:
             "took": format_time(row.stop - row.start),
             "rate": "not measured" if row.rate is None else f"{row.rate / 1e9:.3g} GB/s",
         }
-        yield {
-            "left": batch.ms(row.start),
-            "right": batch.ms(row.stop),
-            "bottom": middle + low,
-            "top": middle + high,
-            "color": colour,
-            "nbytes": row.nbytes,
-            "copy": f"copy {words}",
-            "about": about(f"copy {words}", lines),
-        }
+        part = middle + low, middle + high
+        yield bar(batch, (row.start, row.stop), part, (head, colour), head, lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 pytest.importorskip("bokeh")
 
 from dask_devctx.scheduler.dashboard.feed import Batch, Intervals, Lanes
-from dask_devctx.scheduler.dashboard.figures import Axes
+from dask_devctx.scheduler.dashboard.figures import TRANSPORTS, Axes
 from dask_devctx.scheduler.dashboard.levels import memory_plot, utilization_plot
 from dask_devctx.scheduler.dashboard.tables import Glance, TransferMatrix
 from dask_devctx.scheduler.dashboard.timeline import Timeline
@@ -33,6 +34,7 @@ def batch(
     intervals = before or Intervals()
     return Batch(
         lanes,
+        [],
         again,
         now=100.0,
         offset=0.0,
@@ -45,13 +47,14 @@ def batch(
     )
 
 
-def data(plot: Any, column: str) -> dict[str, list[Any]]:
-    (found,) = {
-        id(renderer.data_source): renderer.data_source.data
-        for renderer in plot.root.renderers
-        if column in renderer.data_source.data
-    }.values()
-    return {name: list(values) for name, values in found.items()}
+def data(plot: Any, nth: int = 1) -> dict[str, list[Any]]:
+    """The rows of a part: in the timeline first tasks, then what runs, then copies."""
+    parts = plot.figure.renderers
+    return {name: list(values) for name, values in parts[nth].data_source.data.items()}
+
+
+def keys(plot: Any) -> list[str]:
+    return [re.findall("key</td><td>(.*?)<", about)[0] for about in data(plot)["about"]]
 
 
 def test_lanes_of_several_hosts_have_their_names() -> None:
@@ -63,8 +66,20 @@ def test_lanes_of_several_hosts_have_their_names() -> None:
     assert (found.name("GPU-node-1-1"), found.name("tcp://a:1")) == ("node-1 cuda:1", "tcp://a:1")
 
 
-def run(key: str, start: float | None, stop: float | None, outcome: str = "memory") -> TaskRun:
-    return TaskRun(key, "work", "GPU-a-0", 0, start, stop, outcome)
+def run(
+    key: str,
+    start: float | None,
+    stop: float | None,
+    outcome: str = "memory",
+    prefix: str = "work",
+) -> TaskRun:
+    return TaskRun(key, prefix, "GPU-a-0", 0, start, stop, outcome)
+
+
+def legend(plot: Any) -> dict[str, str]:
+    """Return the words of a plot's legend, with their colours."""
+    entry = r"<i style='background: (.+?)'></i>(.+?)</span>"
+    return {words: colour for colour, words in re.findall(entry, plot.root.children[1].text)}
 
 
 def test_the_load_of_a_device() -> None:
@@ -77,9 +92,10 @@ def test_the_load_of_a_device() -> None:
     elsewhere = Sample(0, "GPU-left", None, time=2.0)
     samples = [("w", later), ("v", elsewhere)]
     plot.show(batch(lanes("a"), samples=samples, before=before))
-    (text,) = data(plot, "about")["about"]
-    for line in ("has a task</td><td>25%", "NVML</td><td>50%", "memory, by NVML</td><td>unknown"):
+    (text,) = data(plot)["about"]
+    for line in ("has a task</td><td>25%", "(NVML)</td><td>50%", "downwards)</td><td>unknown"):
         assert line in text
+    assert {*legend(plot)} == {"idle", "computes (NVML)"}
 
 
 def test_each_device_at_a_glance() -> None:
@@ -95,9 +111,9 @@ def test_each_device_at_a_glance() -> None:
     plot.show(batch(there, samples=[("w", idle), ("w", busy)], before=before))
     assert "<h3>2 devices</h3>" in plot.root.text  # NVML has numbers of one
     first, second = plot.root.text.split("<tr><td>")[1:]
-    for text in ("cuda:0<", ">50%<", ">15.00 GiB of 16.00 GiB<", "1.00 MiB<", "310 W<", "41 °C<"):
+    for text in ("cuda:0<", ">50%<", ">15.0 of 16.0 GiB<", "1.0 MiB<", "310 W<", "41 °C<"):
         assert text in first
-    assert "<td>2 × &lt;train&gt;</td><td>3</td>" in first
+    assert "<td>3</td><td><div>2 × &lt;train&gt;</div></td>" in first
     assert second.startswith("cuda:1<")
     assert ">idle<" in second
     plot.show(batch(there, samples=[("w", idle)]))
@@ -109,38 +125,56 @@ def test_a_lane_splits_when_two_tasks_ran_at_once() -> None:
     copies = [Copy("GPU-a-0", end, 9, 1.0, 1.5, "host") for end in ("tcp://b:1", "host")]
     plot.show(batch(there, [run("one", 1.0, 2.0)], copies=copies, again=True))
     (height,) = (top - low for top, low in zip(*sides(plot), strict=True))
-    assert data(plot, "nbytes")["copy"] == ["copy through the host"] * 2
+    assert data(plot, 3)["kind"] == ["copy through the host"] * 2
     later = [run("two", 1.5, 3.0), run("three", 2.0, 3.0), run("never ran", None, None, "error")]
     plot.show(batch(there, later))
-    assert data(plot, "key")["key"] == ["one", "two", "three"]
+    assert keys(plot) == ["one", "two", "three"]
     # A browser that is given an array has no place in it for texts.
-    kept = [r.data_source.data for r in plot.root.renderers if "key" in r.data_source.data]
-    assert [type(each["key"]) for each in kept] == [list]
+    assert isinstance(plot.figure.renderers[1].data_source.data["about"], list)
     tops, bottoms = sides(plot)
     assert tops[0] == tops[2]
     assert tops[1] <= bottoms[0]
     assert tops[0] - bottoms[0] == pytest.approx(height / 2)
     plot.show(batch(lanes("a"), [run("one", 1.0, 2.0)], again=True))
-    assert data(plot, "key")["key"] == ["one"]
+    assert keys(plot) == ["one"]
 
 
 def test_tasks_that_run_or_failed_and_idle_devices() -> None:
     plot, there = Timeline(Axes()), lanes("a", devices=1)
     plot.show(batch(there, again=True))
-    assert plot.root.title.text.endswith(": no task ran so far")
+    assert plot.figure.title.text.endswith(": no task ran so far")
+    assert legend(plot) == {}
     plot.show(batch(there, [run("bad", 10.0, 20.0, "error"), run("good", 20.0, 40.0)]))
-    assert data(plot, "key")["kind"] == ["failed", "work"]
-    assert plot.root.title.text.endswith(": idle for 60.00 s")
+    assert data(plot)["kind"] == ["failed", "work"]
+    assert plot.figure.title.text.endswith(": idle for 60.00 s")
     now = Sample(0, "GPU-a-0", None, running=1, queued=2, tasks_now=("train",), time=99.0)
     plot.show(batch(there, samples=[("w", now)]))
-    shown = data(plot, "state")
+    shown = data(plot, 2)
     assert (shown["left"], shown["right"]) == ([99_000], [100_000])
     assert "1 × train</td>" in shown["about"][0]
-    assert "idle" not in plot.root.title.text
+    assert "idle" not in plot.figure.title.text
+
+
+def test_kinds_in_the_legend_are_in_sight_and_have_colours_of_their_own() -> None:
+    plot, there = Timeline(axes := Axes()), lanes("a", devices=1)
+    axes.show(batch(there))  # from 70 to 100 s
+    tasks = [run(f"{n}-{k}", 80 + k, 81 + k, prefix=f"kind-{n}") for n in range(12) for k in (0, 1)]
+    tasks += [run("bad", 90.0, 91.0, "error"), run("old", 10.0, 11.0, prefix="old")]
+    copies = [Copy("GPU-a-0", "host", 9, 80.0, 81.0, way) for way in TRANSPORTS]
+    plot.show(batch(there, tasks, copies=copies))
+    found = legend(plot)
+    assert {"failed", "other kinds", "copy within a worker"} < found.keys()
+    assert "old" not in found
+    assert len({*found.values()}) == len(found) == 9 + 2 + len(TRANSPORTS)
+    assert {*data(plot)["kind"], *data(plot, 3)["kind"]} == {*found}
+    # A kind that takes longer than others gets a colour that one of them had.
+    plot.show(batch(there, [run("long", 70.0, 99.0, prefix="long")]))
+    assert "long" in legend(plot)
+    assert len({*legend(plot).values()}) == len(found)
 
 
 def sides(plot: Any) -> tuple[list[float], list[float]]:
-    tasks = data(plot, "key")
+    tasks = data(plot)
     return tasks["top"], tasks["bottom"]
 
 
@@ -155,13 +189,14 @@ def test_memory_of_a_device_that_two_workers_use() -> None:
 
     samples = [("w", sample(10.0, 100)), ("v", sample(10.2, 200)), ("w", sample(10.5, 150))]
     plot.show(batch(lanes("a", devices=1), samples=samples, again=True))
-    shown = data(plot, "to_held")
-    lows, tops = shown["low"], shown["high"]
+    shown = data(plot)
+    bases, tops = shown["base"], shown["whole"]
     parts = [[shown[name][n] for name in ("to_held", "to_rest", "to_others")] for n in (0, 1)]
     assert [
-        [round((level - low) / (top - low), 2) for level in levels]
-        for low, top, levels in zip(lows, tops, parts, strict=True)
+        [round((level - base) / (top - base), 2) for level in levels]
+        for base, top, levels in zip(bases, tops, parts, strict=True)
     ] == [[0.3, 0.3, 0.6], [0.35, 0.35, 0.6]]
+    assert {*legend(plot)} == {"free", "held", "other processes"}
     for text in ("held by dask</td><td>350 B", "free</td><td>400 B", "processes</td><td>250 B"):
         assert text in shown["about"][-1]
 
@@ -175,5 +210,5 @@ def test_the_matrix_adds_up_the_rows_of_heartbeats() -> None:
     plot = TransferMatrix("transfers", scheduler)
     plot.show(batch(lanes("a"), again=True))
     assert "<th>from</th><th>to cuda:1</th>" in plot.root.text
-    assert "<td>cuda:0</td><td>4.00 kiB within a worker, 2 GB/s</td>" in plot.root.text
-    assert "<h3>Transfers: 4.00 kiB in 4 values</h3>" in plot.root.text
+    assert re.search("<td>cuda:0</td><td><i [^>]+></i>4.0 KiB<br>2 GB/s</td>", plot.root.text)
+    assert re.search("<h3>Transfers: 4.0 KiB in 4 values .*within a worker</h3>", plot.root.text)
