@@ -33,19 +33,27 @@ class Lanes:
     """The lanes of devices: their ``names`` and ``positions`` by UUID, from the bottom to the top.
 
     A device is a host, an ordinal there and a UUID. One that several workers use has one lane.
+    ``gone`` has the names of the other devices that are ``known``: their workers left.
     """
 
-    def __init__(self, devices: Iterable[tuple[str, int, str]] = ()) -> None:
-        ordered = sorted(set(devices), reverse=True)
+    def __init__(
+        self,
+        devices: Iterable[tuple[str, int, str]] = (),
+        known: Iterable[tuple[str, int, str]] = (),
+    ) -> None:
+        there = {*devices}
+        ordered = sorted(there.union(known), reverse=True)
         names, several = device_names(ordered), len({host for host, _, _ in ordered}) > 1
-        self.names = {
+        self.gone = {
             uuid: f"{host} {names[uuid]}" if several else names[uuid] for host, _, uuid in ordered
         }
+        uuids = {uuid for _, _, uuid in there}
+        self.names = {uuid: self.gone.pop(uuid) for uuid in [*self.gone] if uuid in uuids}
         self.positions = {uuid: n + 0.5 for n, uuid in enumerate(self.names)}
 
     def name(self, end: str | None) -> str:
         """Return the name of a device, or the other end of a copy as it was given."""
-        return "" if end is None else self.names.get(end, end)
+        return "" if end is None else self.names.get(end) or self.gone.get(end, end)
 
 
 class Interval(NamedTuple):
@@ -91,13 +99,11 @@ class Intervals:
 class Batch:
     """The rows since the last update, and the intervals of samples.
 
-    ``gone`` are the names of devices whose workers left. With ``again``, the plots begin from
-    nothing. ``offset`` is the seconds from UTC to the
+    With ``again``, the plots begin from nothing. ``offset`` is the seconds from UTC to the
     scheduler's local time.
     """
 
     lanes: Lanes
-    gone: Sequence[str]
     again: bool
     now: float
     offset: float
@@ -153,7 +159,7 @@ class Feed:
         devices = {device for device, present in known if present}
         again = devices != self._devices
         if again:
-            self._devices, self._lanes = devices, Lanes(devices)
+            self._devices, self._lanes = devices, Lanes(devices, (device for device, _ in known))
             self._intervals = Intervals()
             self._sampled.clear()
             reading = history.read(0)
@@ -162,10 +168,9 @@ class Feed:
         of: dict[type, list[Any]] = {kind: [] for kind in (TaskRun, Copy, Incident)}
         for row in rows:
             of[row.__class__].append(row)
-        now, gone = time(), Lanes(device for device, _ in known).names
+        now = time()
         batch = Batch(
             lanes=self._lanes,
-            gone=[name for uuid, name in gone.items() if uuid not in self._lanes.names],
             again=again,
             now=now,
             offset=localtime(now).tm_gmtoff,

@@ -48,7 +48,8 @@ class LevelsPlot(LanesPlot):
         self.hover(self.boxes(self._rows, "low", "whole", fill_alpha=0, line_color=None))
         for level in levels:
             bottom = "base" if level.above else level.name
-            self.boxes(self._rows, bottom, level.name, color=level.colour)
+            edge = None if level.colour == GREY else level.colour  # not seen through twice
+            self.boxes(self._rows, bottom, level.name, color=level.colour, line_color=edge)
 
     def show(self, batch: Batch) -> None:
         """Show the intervals of a batch."""

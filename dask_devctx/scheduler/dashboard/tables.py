@@ -60,8 +60,8 @@ class Glance(Table):
         samples = [batch.latest[uuid].after for uuid in uuids]
         if samples and all(s.utilization is None and s.power_w is None for s in samples):
             title += f"; NVML has no numbers for {'it' if len(uuids) == 1 else 'them'}"
-        if batch.gone:
-            title += f"; {', '.join(batch.gone)} left with the worker"
+        if gone := batch.lanes.gone.values():
+            title += f"; {', '.join(reversed(gone))} left with the worker"
         self.write(title, _HEAD, rows)
 
 
@@ -113,7 +113,7 @@ class TransferMatrix(Table):
         """Show the transfers that the workers' heartbeats tell of."""
         workers = self._scheduler.workers
         names = {address: f"host memory of {ws.name}" for address, ws in workers.items()}
-        names |= batch.lanes.names
+        names |= batch.lanes.gone | batch.lanes.names
         totals: dict[tuple[str, str, str], Transfer] = {}
         for row in (row for ws in workers.values() for row in transfers(ws.metrics)):
             source, target, way = row.ends

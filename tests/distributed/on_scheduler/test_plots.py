@@ -34,7 +34,6 @@ def batch(
     intervals = before or Intervals()
     return Batch(
         lanes,
-        [],
         again,
         now=100.0,
         offset=0.0,
@@ -116,7 +115,10 @@ def test_each_device_at_a_glance() -> None:
     assert "<td>3</td><td><div>2 × &lt;train&gt;</div></td>" in first
     assert second.startswith("cuda:1<")
     assert ">idle<" in second
-    plot.show(batch(there, samples=[("w", idle)]))
+    left = Lanes([("a", 1, "GPU-a-1")], known=[("a", 0, "GPU-a-0")])
+    plot.show(batch(left, samples=[("w", idle)]))
+    assert left.name("GPU-a-0") == "cuda:0"
+    assert "; cuda:0 left with the worker</h3>" in plot.root.text
     assert "<h3>1 device; NVML has no numbers for it" in plot.root.text
 
 
