@@ -195,7 +195,8 @@ class SimulatedArray(NDArrayOperatorsMixin):
         """Return the values for a copy, which the driver can make in any context."""
         if self._memory is not None and not self._memory.block.alive:
             with self._device:  # the driver's error says why the memory cannot be read
-                self._device._backend.calls.work.copy_to_host(self._memory.block.base, 1)
+                base = self._memory.block.base
+                self._device._backend.calls.work.copy(base, base, 1, LEGACY_STREAM)
         return self._data
 
     def __bool__(self) -> bool:

@@ -22,6 +22,7 @@ from dask_devctx.errors import (
     DriverUnavailableError,
 )
 from dask_devctx.simulated_array import SimulatedArray
+from tests.device_memory import read
 
 pytestmark = pytest.mark.usefixtures("machine")
 
@@ -183,7 +184,7 @@ def test_whatever_made_it_the_driver_knows_its_bytes(host, make):
     x = make(SimulatedArray.asarray(host))
     calls = Device(0)._backend.calls
     with Device(0):
-        raw = calls.work.copy_to_host(x._pointer, x.nbytes)
+        raw = read(calls.work, x._pointer, x.nbytes)
     assert raw == x.get().tobytes(order="A")
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import struct
 from array import array
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property
 from importlib.resources import files
@@ -233,30 +232,6 @@ class WorkCalls:
         if not (at_once and self._called("cuMemcpyAsync", 4000, target, source, nbytes, stream)):
             self._value(self.driver.cuMemcpyAsync, target, source, nbytes, stream)
 
-    def copy_to_host(self, pointer: int, nbytes: int) -> bytes:
-        """Return the bytes at a device address; waits for no earlier work."""
-        import ctypes
-
-        host = ctypes.create_string_buffer(nbytes)
-        self._wait_for(self.copy_out, ctypes.addressof(host), pointer, nbytes)
-        return host.raw
-
-    def copy_from_host(self, pointer: int, data: bytes) -> None:
-        """Copy bytes to a device address."""
-        import ctypes
-
-        host = ctypes.create_string_buffer(data, len(data))
-        self._wait_for(self.copy_in, pointer, ctypes.addressof(host), len(data))
-
-    def _wait_for(self, copy: Callable[..., None], *ends: int) -> None:
-        # The legacy stream, which a synchronous copy uses, would spoil the capture of another one.
-        stream = self.stream_create()
-        try:
-            copy(*ends, stream)
-            self.stream_synchronize(stream)
-        finally:
-            self.stream_destroy(stream)
-
     def copy_out(self, host: int, source: int, nbytes: int, stream: int) -> None:
         """Enqueue a copy from a device address to a host address.
 
@@ -282,7 +257,3 @@ class WorkCalls:
         """Wait until the stream has finished its work."""
         with RelaxedCapture(self):
             self._value(self.driver.cuStreamSynchronize, stream)
-
-    def stream_destroy(self, stream: int) -> None:
-        """Destroy a stream; the work that it was given is still done."""
-        self._value(self.driver.cuStreamDestroy, stream)

@@ -7,6 +7,7 @@ from cuda.bindings.driver import CUresult
 
 from dask_devctx import Device
 from dask_devctx.errors import DriverError
+from tests.device_memory import read
 
 ILLEGAL = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
 
@@ -16,7 +17,7 @@ ILLEGAL = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
     [
         pytest.param(lambda calls, pointer: calls.synchronize(), id="context"),
         pytest.param(lambda calls, pointer: calls.work.stream_synchronize(0), id="stream"),
-        pytest.param(lambda calls, pointer: calls.work.copy_to_host(pointer, 4), id="copy"),
+        pytest.param(lambda calls, pointer: read(calls.work, pointer, 4), id="copy"),
     ],
 )
 def test_who_waits_for_the_kernel_that_breaks_it_is_told(machine, wait):

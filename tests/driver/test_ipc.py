@@ -13,6 +13,8 @@ import os
 
 import pytest
 
+from tests.device_memory import read, write
+
 
 def calls_of(kind, ordinal=0):
     """A driver's calls, with a device's primary context current."""
@@ -38,11 +40,11 @@ def exporter(kind, offset=0):
     """Export memory, then follow the requests on standard input."""
     calls = calls_of(kind)
     pointer = calls.work.allocate(4 * 2**20)
-    calls.work.copy_from_host(pointer, b"exported")
+    write(calls.work, pointer, b"exported")
     print(calls.work.ipc_export(pointer + offset).hex(), flush=True)
     for line in sys.stdin:
         if line == "read\n":
-            print(calls.work.copy_to_host(pointer, 8).hex(), flush=True)
+            print(read(calls.work, pointer, 8).hex(), flush=True)
         if line == "free\n":
             calls.work.free(pointer)
             print("freed", flush=True)
@@ -78,12 +80,12 @@ def both_see_one_memory(kind):
     with Peer(kind) as peer:
         calls = calls_of(kind)
         pointer = calls.work.ipc_open(peer.handle)
-        assert calls.work.copy_to_host(pointer, 8) == b"exported"
-        calls.work.copy_from_host(pointer, b"imported")
+        assert read(calls.work, pointer, 8) == b"exported"
+        write(calls.work, pointer, b"imported")
         calls.synchronize()
         assert bytes.fromhex(peer.ask("read")) == b"imported"
         calls.work.ipc_close(pointer)
-        assert refusal(calls.work.copy_to_host, pointer, 8) == "INVALID_VALUE"
+        assert refusal(read, calls.work, pointer, 8) == "INVALID_VALUE"
         assert bytes.fromhex(peer.ask("read")) == b"imported"  # closing changes nothing there
 
 
@@ -98,7 +100,7 @@ def another_device_copies_it(kind):
         pointer = calls.work.ipc_open(peer.handle)
         calls.work.copy(target, pointer, 4 * 2**20, stream)
         calls.work.stream_synchronize(stream)
-        assert calls.work.copy_to_host(target, 8) == b"exported"
+        assert read(calls.work, target, 8) == b"exported"
         calls.work.ipc_close(pointer)
 
 
@@ -106,7 +108,7 @@ def a_handle_is_of_the_whole_allocation(kind):
     with Peer(kind, 2 * 2**20 + 16) as peer:
         calls = calls_of(kind)
         pointer = calls.work.ipc_open(peer.handle)
-        assert calls.work.copy_to_host(pointer, 8) == b"exported"
+        assert read(calls.work, pointer, 8) == b"exported"
         calls.work.ipc_close(pointer)
 
 
@@ -119,7 +121,7 @@ def exported_twice_it_is_one(kind):
         assert refusal(calls.work.free, pointer) == "INVALID_VALUE"
         assert refusal(calls.work.ipc_export, pointer) == "INVALID_VALUE"
         calls.work.ipc_close(pointer)
-        assert calls.work.copy_to_host(pointer, 8) == b"exported"  # open as often as it was opened
+        assert read(calls.work, pointer, 8) == b"exported"  # open as often as it was opened
         calls.work.ipc_close(pointer)
         assert refusal(calls.work.ipc_close, pointer) == "INVALID_VALUE"
 
@@ -129,7 +131,7 @@ def what_is_refused_without_another_process(kind):
     calls = calls_of(kind)
     pointer = calls.work.allocate(4 * 2**20)
     assert refusal(calls.work.ipc_open, calls.work.ipc_export(pointer)) == "INVALID_CONTEXT"
-    calls.work.copy_from_host(pointer, b"works on")
+    write(calls.work, pointer, b"works on")
     assert refusal(calls.work.ipc_close, pointer) == "INVALID_VALUE"
     assert refusal(calls.work.ipc_open, bytes(64)) == "INVALID_VALUE"
 
@@ -153,7 +155,7 @@ def an_exporter_that_is_killed_while_it_is_read(kind):
                 peer.process.wait()
             calls.work.copy(target, pointer, 4 * 2**20, 0)
         calls.synchronize()
-        assert calls.work.copy_to_host(target, 8) == b"exported"
+        assert read(calls.work, target, 8) == b"exported"
         calls.work.ipc_close(pointer)
         calls.synchronize()
 
@@ -165,7 +167,7 @@ def opened_memory_goes_with_its_context(kind):
         pointer = calls.work.ipc_open(peer.handle)
         calls.destroy(own)
         calls.set_current(calls.primary_retain(0))
-        assert refusal(calls.work.copy_to_host, pointer, 8) == "INVALID_VALUE"
+        assert refusal(read, calls.work, pointer, 8) == "INVALID_VALUE"
         assert bytes.fromhex(peer.ask("read")) == b"exported"
 
 
@@ -176,7 +178,7 @@ def clauses():
 
 
 CONTRACT = clauses()
-BESIDE = (calls_of, refusal, exporter, Peer)
+BESIDE = (calls_of, refusal, exporter, Peer, read, write)
 
 
 @pytest.mark.parametrize("clause", CONTRACT, ids=lambda clause: clause.__name__)
@@ -228,7 +230,7 @@ def a_freed_export_that_is_still_read(kind):
         calls = make_machine()
         pointer = calls.work.ipc_open(peer.handle)
         peer.ask("free")
-        assert calls.work.copy_to_host(pointer, 8) != b"exported"
+        assert read(calls.work, pointer, 8) != b"exported"
 
 
 def freed_memory_leaves_no_open_file(kind):
@@ -236,10 +238,10 @@ def freed_memory_leaves_no_open_file(kind):
     before = len(os.listdir("/proc/self/fd"))
     pointers = [machine.work.allocate(4096) for _ in range(3)]
     for pointer in pointers:
-        machine.work.copy_from_host(pointer, b"some")
+        write(machine.work, pointer, b"some")
         machine.work.ipc_export(pointer)
     own = machine.create(0, 0)
-    machine.work.copy_from_host(machine.work.allocate(4096), b"some")
+    write(machine.work, machine.work.allocate(4096), b"some")
     assert len(os.listdir("/proc/self/fd")) > before
     machine.destroy(own)
     for pointer in pointers:

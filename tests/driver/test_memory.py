@@ -20,6 +20,7 @@ from dask_devctx import Device
 from dask_devctx.driver.relaxed import LEGACY_STREAM, PER_THREAD_STREAM
 from dask_devctx.driver.work import BOX_NBYTES, MOST
 from dask_devctx.errors import DeviceMemoryError, DriverError
+from tests.device_memory import read, write
 
 SOME = bytes(range(256)) * 16
 
@@ -28,7 +29,7 @@ SOME = bytes(range(256)) * 16
 def pointer(calls):
     """Memory of the current context that begins with ``SOME``."""
     pointer = calls.work.allocate(3 * len(SOME))
-    calls.work.copy_from_host(pointer, SOME)
+    write(calls.work, pointer, SOME)
     return pointer
 
 
@@ -36,13 +37,13 @@ def pointer(calls):
 def stream(calls):
     stream = calls.work.stream_create()
     yield stream
-    calls.work.stream_destroy(stream)
+    calls.driver.cuStreamDestroy(stream)
 
 
 def test_memory_keeps_what_was_written(calls, pointer):
-    calls.work.copy_from_host(pointer + 100, b"here")
-    assert calls.work.copy_to_host(pointer, 110) == SOME[:100] + b"here" + SOME[104:110]
-    assert calls.work.copy_to_host(pointer, 0) == b""
+    write(calls.work, pointer + 100, b"here")
+    assert read(calls.work, pointer, 110) == SOME[:100] + b"here" + SOME[104:110]
+    assert read(calls.work, pointer, 0) == b""
 
 
 @pytest.mark.parametrize("which", [0, LEGACY_STREAM, PER_THREAD_STREAM, "own"])
@@ -50,7 +51,7 @@ def test_a_copy_within_a_device(calls, pointer, stream, which):
     which = stream if which == "own" else which
     calls.work.copy(pointer + len(SOME) + 8, pointer, len(SOME), which)
     calls.work.stream_synchronize(which)
-    assert calls.work.copy_to_host(pointer + len(SOME) + 8, len(SOME)) == SOME
+    assert read(calls.work, pointer + len(SOME) + 8, len(SOME)) == SOME
 
 
 def box(source, target, pitches, rows, shape, kind=2):
@@ -69,7 +70,7 @@ def test_copies_of_rows_at_a_pitch(calls, pointer, stream, how):
     host = ctypes.create_string_buffer(SOME, len(SOME))
     source = pointer if kind == 2 else ctypes.addressof(host)
     target, zeros = pointer + 2 * len(SOME), bytes(64)
-    calls.work.copy_from_host(target, zeros)
+    write(calls.work, target, zeros)
     boxes = box(source + 7, target, (16, 6), 4, (5, 3, 2), kind)
     boxes += box(source, target + 50, (4, 4), 1, (4, 1, 1), kind)
     if how.startswith("kernel"):
@@ -85,7 +86,7 @@ def test_copies_of_rows_at_a_pitch(calls, pointer, stream, how):
             at, of = (plane * 3 + row) * 6, 7 + (plane * 4 + row) * 16
             expected[at : at + 5] = SOME[of : of + 5]
     expected[50:54] = SOME[:4]
-    assert calls.work.copy_to_host(target, len(zeros)) == bytes(expected)
+    assert read(calls.work, target, len(zeros)) == bytes(expected)
 
 
 @pytest.mark.parametrize("unit", [1, 4, 16])
@@ -96,7 +97,7 @@ def test_many_boxes_in_a_few_launches(calls, stream, unit):
     pitch = sum(widths)
     source, target = calls.work.allocate(rows * pitch), calls.work.allocate(rows * pitch)
     data = bytes(i * 31 % 251 for i in range(rows * pitch))
-    calls.work.copy_from_host(source, data)
+    write(calls.work, source, data)
     ends = [sum(widths[: i + 1]) for i in range(n)]
     boxes = array("Q")
     for width, end in zip(widths, ends, strict=True):
@@ -105,7 +106,7 @@ def test_many_boxes_in_a_few_launches(calls, stream, unit):
     boxes += array("Q", bytes(MOST * BOX_NBYTES))
     calls.work.copy_boxes_here(boxes.buffer_info()[0], n, (max(widths), rows), stream)
     calls.work.stream_synchronize(stream)
-    found = calls.work.copy_to_host(target, rows * pitch)
+    found = read(calls.work, target, rows * pitch)
     for row in range(rows):
         line = data[row * pitch : (row + 1) * pitch]
         pieces = [line[end - width : end] for width, end in zip(widths, ends, strict=True)]
@@ -141,7 +142,7 @@ def test_a_copy_between_contexts_needs_no_peer_access(calls, pointer, stream, wh
     else:
         calls.work.copy(there, pointer, len(SOME), stream)
     calls.work.stream_synchronize(stream)
-    assert calls.work.copy_to_host(there, len(SOME)) == SOME
+    assert read(calls.work, there, len(SOME)) == SOME
     if which == "a context of this device":
         calls.destroy(target)
 
@@ -152,7 +153,7 @@ def test_memory_of_a_destroyed_context_is_none(calls):
     calls.destroy(own)
     calls.set_current(calls.contexts[0])
     with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"):
-        calls.work.copy_to_host(pointer, 4)
+        read(calls.work, pointer, 4)
 
 
 def freed(kind, use):
@@ -163,25 +164,25 @@ def freed(kind, use):
     calls.init()
     calls.set_current(calls.primary_retain(0))
     pointer, gone = calls.work.allocate(4096), calls.work.allocate(64 * 2**20)
-    calls.work.copy_from_host(pointer, b"kept")
+    write(calls.work, pointer, b"kept")
     calls.work.free(gone)
     try:
         {
             "from": lambda: calls.work.copy(pointer, gone, 4, 0),
             "to": lambda: calls.work.copy(gone, pointer, 4, 0),
-            "to host": lambda: calls.work.copy_to_host(gone, 4),
-            "from host": lambda: calls.work.copy_from_host(gone, b"four"),
+            "to host": lambda: read(calls.work, gone, 4),
+            "from host": lambda: write(calls.work, gone, b"four"),
             "export": lambda: calls.work.ipc_export(gone),
             "close": lambda: calls.work.ipc_close(gone),
         }[use]()
     except DriverError as error:
         print(error.status)
-    assert calls.work.copy_to_host(pointer, 4) == b"kept"  # the context still works
+    assert read(calls.work, pointer, 4) == b"kept"  # the context still works
 
 
 @pytest.mark.parametrize("use", ["from", "to", "to host", "from host", "export", "close"])
 def test_memory_that_was_freed_is_an_invalid_value(kind, use, child):
-    done = child(freed, kind, use, check=False)
+    done = child(freed, kind, use, check=False, beside=(read, write))
     if kind == "real" and use in ("from", "to") and done.returncode == -signal.SIGSEGV:
         return  # the driver takes an address that it does not know for one of the host's
     assert done.stdout.split() == ["CUDA_ERROR_INVALID_VALUE"], done.stderr
@@ -193,7 +194,7 @@ def test_without_a_context_there_is_no_work(calls, pointer):
         lambda: calls.work.stream_create(),
         lambda: calls.work.stream_synchronize(0),
         lambda: calls.work.copy(pointer, pointer + 8, 4, 0),
-        lambda: calls.work.copy_to_host(pointer, 4),
+        lambda: read(calls.work, pointer, 4),
         lambda: calls.work.ipc_export(pointer),
         lambda: calls.work.ipc_open(bytes(64)),
         lambda: calls.work.ipc_close(pointer),
@@ -202,17 +203,12 @@ def test_without_a_context_there_is_no_work(calls, pointer):
             use()
 
 
-def test_the_default_stream_is_not_destroyed(calls):
-    with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_HANDLE"):
-        calls.work.stream_destroy(0)
-
-
 def test_a_copy_past_the_end_is_an_invalid_value(machine):
     """Only on simulated devices: a real one may have other memory there, or a whole page."""
     with Device(0) as device:
         pointer = device._backend.calls.work.allocate(100)
         with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"):
-            device._backend.calls.work.copy_to_host(pointer + 97, 4)
+            read(device._backend.calls.work, pointer + 97, 4)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -223,8 +219,8 @@ def test_contents_that_nobody_writes_take_no_host_memory(machine):
     with Device(0) as device:
         before, work = resident(), device._backend.calls.work
         pointers = [work.allocate(4 * 2**30) for _ in range(3)]
-        work.copy_from_host(pointers[2] + 2**31, b"a little")
-        assert work.copy_to_host(pointers[2] + 2**31, 8) == b"a little"
+        write(work, pointers[2] + 2**31, b"a little")
+        assert read(work, pointers[2] + 2**31, 8) == b"a little"
         assert resident() < before + 64 * 2**20
 
 

@@ -25,6 +25,7 @@ from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.transfer.libraries import MODULES, Library
 from dask_devctx.worker.peers import transport
 from dask_devctx.worker.peers.transfers import PeerTransfers
+from tests.device_memory import read, write
 from tests.distributed import peers
 
 Pair = tuple[Client, list[str]]
@@ -119,13 +120,13 @@ def register_table() -> None:
 
 def table() -> Table:
     frame = Frame(6)
-    driver.backend().calls.work.copy_from_host(frame.pointer, b"abcdef")
+    write(driver.backend().calls.work, frame.pointer, b"abcdef")
     return Table(frame, ["x", "y"])
 
 
 def seen_table(table: Table) -> Any:
     frame = table.frame
-    content = driver.backend().calls.work.copy_to_host(frame.pointer, frame.nbytes)
+    content = read(driver.backend().calls.work, frame.pointer, frame.nbytes)
     return table.names, content, frame.device is Device.current()
 
 

@@ -105,10 +105,11 @@ def test_what_is_in_use_is_not_given_back(machine: SimulatedMachine, staging: St
 EXPORTS = """
 import sys
 from dask_devctx import Device
+from tests.device_memory import write
 with Device(0) as device:
     work = device._backend.calls.work
     pointer = work.allocate(4096)
-    work.copy_from_host(pointer, bytes(range(256)) * 16)
+    write(work, pointer, bytes(range(256)) * 16)
     print(work.ipc_export(pointer).hex(), flush=True)
     input()
 """
