@@ -131,20 +131,6 @@ native_add(Native *self, PyObject *number)
     Py_RETURN_NONE;
 }
 
-static PyObject *
-native_discard(Native *self, PyObject *number)
-{
-    uintptr_t handle;
-    if (as_handle(number, &handle) < 0)
-        return NULL;
-    WITH_LOCK(self);
-    Py_ssize_t i = native_place(self, handle);
-    if (i >= 0)
-        self->lasting[i] = self->lasting[--self->count];
-    END_LOCK(self);
-    Py_RETURN_NONE;
-}
-
 static int
 native_contains(Native *self, PyObject *number)
 {
@@ -156,7 +142,6 @@ native_contains(Native *self, PyObject *number)
 
 static PyMethodDef native_methods[] = {
     {"add", (PyCFunction)native_add, METH_O, "Add a handle to those that last."},
-    {"discard", (PyCFunction)native_discard, METH_O, "Remove a handle from those that last."},
     {NULL},
 };
 

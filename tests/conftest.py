@@ -88,7 +88,8 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
         yield used
         assert used.current_context() == 0
         for device in used.devices.values():
-            device.primary_context.release()
+            if device._handle:
+                used.calls.primary_release(device._ordinal())
 
 
 class Replacing:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn, Self
 
 from dask_devctx import driver
 from dask_devctx.cuda.properties import ContextFlags, Limits, checked
-from dask_devctx.cuda.scope import lives, open_scopes
+from dask_devctx.cuda.scope import lives
 from dask_devctx.cuda.suspending import RunningScope
 from dask_devctx.driver.backends import ProcessLock
 from dask_devctx.driver.calls import Calls
@@ -189,10 +189,7 @@ class Context(RunningScope):
         ``cuCtxDestroy``.
         """
         if not self._owned:
-            why = "; release() gives up this process's hold of it" if self.is_primary else ""
-            raise DeviceScopeError(
-                f"{self} cannot be closed: the context belongs to somebody else{why}"
-            )
+            raise DeviceScopeError(f"{self} cannot be closed: the context belongs to somebody else")
         with _closing:
             if not self._handle:
                 return
@@ -285,8 +282,7 @@ class PrimaryContext(Context):
 
     References
     ----------
-    ``cuDevicePrimaryCtxRetain``, ``cuDevicePrimaryCtxGetState``, ``cuDevicePrimaryCtxSetFlags``,
-    ``cuDevicePrimaryCtxRelease``.
+    ``cuDevicePrimaryCtxRetain``, ``cuDevicePrimaryCtxGetState``, ``cuDevicePrimaryCtxSetFlags``.
     """
 
     __slots__ = ()
@@ -337,21 +333,3 @@ class PrimaryContext(Context):
     @flags.setter
     def flags(self, value: ContextFlags) -> None:
         self._calls.primary_set_flags(self._device._ordinal(), checked(value))
-
-    def release(self) -> None:
-        """Release this package's hold of the context; the last holder's release destroys it.
-
-        Raises
-        ------
-        DeviceScopeError
-            A scope of the context is open on this thread.
-
-        Notes
-        -----
-        The next scope retains the context again. No other thread may have a scope of it open.
-        """
-        ours: tuple[object, ...] = (self, self._device)
-        if any(scope in ours for scope in open_scopes()):
-            raise DeviceScopeError(f"{self} cannot be released while a scope of it is open")
-        self._handle = 0
-        self._device._unbind()

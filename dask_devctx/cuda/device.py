@@ -264,14 +264,6 @@ class Device(RunningScope):
                 self._handle = handle
             return self._handle
 
-    def _unbind(self) -> None:
-        with _lock:
-            if self._handle:
-                ordinal = self._ordinal()
-                self._backend.lasting.discard(self._handle)
-                self._handle = 0
-                self._backend.calls.primary_release(ordinal)
-
     def set_current(self) -> None:
         """Make it current on this thread until something else changes that: ``cuCtxSetCurrent``.
 

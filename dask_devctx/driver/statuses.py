@@ -61,8 +61,7 @@ REMEDIES: Final[Mapping[int, str]] = {
     "(docker run --gpus all)",
     304: "the device files cannot be opened: check the permissions of /dev/nvidia*",
     709: "something reset the device (cudaDeviceReset, numba.cuda.close()) or destroyed the "
-    "context, and its data is gone: release the primary context with "
-    "device.primary_context.release(), and enter the device again",
+    "context, and its data is gone: start the program again",
     802: "the machine's NVSwitches are not up: start nvidia-fabricmanager of the driver's version",
     803: "the kernel module and libcuda.so are of different versions: reboot, or reload the module",
     804: "CUDA's forward compatibility package does not support this GPU: update the driver",

@@ -214,25 +214,6 @@ def test_primary_flags(backend):
         assert primary.flags == ContextFlags.SCHED_YIELD
 
 
-def test_primary_release(backend):
-    primary = Device(0).primary_context
-    primary.release()  # nothing is held yet
-    with primary:
-        with pytest.raises(DeviceScopeError, match="while a scope of it is open"):
-            primary.release()
-        assert primary.is_current
-    with Device(0), pytest.raises(DeviceScopeError, match="while a scope of it is open"):
-        primary.release()
-    primary.release()
-    assert not primary.is_active
-    backend.driver().primary_retain(0)
-    with Device(0):  # and it is retained again
-        assert primary.is_active
-    primary.release()
-    assert primary.is_active  # others hold it
-    backend.calls.primary_release(0)
-
-
 # -- limits
 
 

@@ -46,7 +46,6 @@ def test_none_is_the_current_one_else_the_first(machine):
     assert Device() is Device(0) is Device(None)
     with Device(2):
         assert Device() is Device(2)
-    Device(2).primary_context.release()
 
 
 def test_none_without_devices(machine, monkeypatch):

@@ -68,7 +68,6 @@ def test_a_change_before_cuda_starts_is_followed(machine, monkeypatch):
     assert device.device_id == 0
     with device:
         assert Device.current() is device
-    device.primary_context.release()
 
 
 def test_another_library_started_cuda_first(machine, monkeypatch):
@@ -115,7 +114,6 @@ def test_without_nvml_the_driver_answers(machine):
         assert info.total_memory == 16 * 2**30
         assert machine.gpus[2].primary is None
         assert Device(2).memory_info.free == 16 * 2**30  # the driver's, in its primary context
-        Device(2).primary_context.release()
 
 
 def test_with_neither_nvml_nor_driver(machine, monkeypatch):
@@ -199,4 +197,3 @@ def test_mig_instance(machine, monkeypatch):
     assert device.memory_info.total == 16 * 2**30
     with device:
         assert Device.current() is device
-    device.primary_context.release()
