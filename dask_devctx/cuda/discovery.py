@@ -82,9 +82,9 @@ def _discover(backend: Backend, visible: str | None, order: str | None) -> Inven
     try:
         gpus, problems = read(backend.nvml)
     except NVMLError as error:
-        return _from_driver(backend, visible, f"NVML does not answer: {error}")
-    if not gpus:
-        return _from_driver(backend, visible, *problems or ["NVML shows no GPU"])
+        gpus, problems = [], [f"NVML does not answer: {error}"]
+    if not gpus and not problems:
+        problems.append("NVML shows no GPU")
     rule = visible_devices(
         visible,
         [
@@ -98,10 +98,12 @@ def _discover(backend: Backend, visible: str | None, order: str | None) -> Inven
         try:
             shown = tuple(_joined(backend, known))
         except DriverUnavailableError as error:
+            if not gpus:  # the reason says all of it
+                raise type(error)("; ".join([*problems, str(error)])) from None
             if not problems:
                 raise
             problems.append(f"the CUDA driver cannot say what it shows: {error}")
-    if rule.stopped_at is not None:
+    if gpus and rule.stopped_at is not None:
         problems.append(
             f"CUDA_VISIBLE_DEVICES={visible!r}: the entry {rule.stopped_at!r} hides itself and "
             f"all after it: {rule.reason}"
@@ -147,14 +149,6 @@ def _joined(backend: Backend, known: Mapping[str, DeviceInfo]) -> Iterator[Devic
                 total_memory=calls.device_total_memory(ordinal),
             )
         )
-
-
-def _from_driver(backend: Backend, visible: str | None, *problems: str) -> Inventory:
-    try:
-        devices = tuple(_joined(backend, {}))
-    except DriverUnavailableError as error:
-        raise type(error)(f"{'; '.join(problems)}; {error}") from None  # which says all of it
-    return Inventory(devices, (), visible, problems)
 
 
 # -- NVML, which needs no context and may leave any question unanswered
