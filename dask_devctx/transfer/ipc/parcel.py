@@ -24,13 +24,6 @@ from dask_devctx.transfer.libraries import MODULES, named
 # -- messages between processes, pickled
 
 
-class Place(NamedTuple):
-    """Bytes in a buffer of another process: its handle and their offset."""
-
-    handle: bytes
-    offset: int
-
-
 class Described(NamedTuple):
     """A part that arrives: the library that allocates memory for it, its bytes, and details."""
 
@@ -40,11 +33,12 @@ class Described(NamedTuple):
 
 
 class Header(NamedTuple):
-    """A transfer: the source's UUID, its parts, and their place."""
+    """A transfer: the source's UUID, its parts, and where they lie in a buffer of its process."""
 
     source: str
     parts: tuple[Described, ...]
-    place: Place
+    handle: bytes  # the buffer's
+    offset: int
 
 
 # -- the bytes on a device

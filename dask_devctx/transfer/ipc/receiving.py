@@ -98,10 +98,10 @@ class Receiving:
 
         Raise `DriverError` if the memory cannot be opened or the device has failed.
         """
-        place, parts = self._header.place, self._header.parts
+        _, parts, handle, offset = self._header
         with self.device:
-            opened = self._buffers.get(self._owner, place.handle, self.device)
-            base = opened.pointer + place.offset
+            opened = self._buffers.get(self._owner, handle, self.device)
+            base = opened.pointer + offset
             with lanes.taken(self.device) as self.lane:
                 # The libraries reuse memory that earlier work in their streams still reads.
                 self.lane.after_current_streams()
@@ -122,5 +122,5 @@ class Receiving:
     def is_quick(self) -> bool:
         """Return whether :meth:`start` needs no call that may take milliseconds."""
         # No reader waits for the end of a capture there.
-        handle = self._header.place.handle
+        handle = self._header.handle
         return not is_captured(self.device) and self._buffers.has(self._owner, handle, self.device)

@@ -11,7 +11,7 @@ from dask_devctx.driver import statuses
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer.events import Stamp
 from dask_devctx.transfer.ipc import lanes
-from dask_devctx.transfer.ipc.parcel import Part, Place
+from dask_devctx.transfer.ipc.parcel import Part
 from dask_devctx.transfer.ipc.ranges import Pool, Ranges, aligned, in_a_row
 
 # The smallest allocation, and the smallest limit of a device.
@@ -107,7 +107,7 @@ class Sending:
     ) -> None:
         self.parts = parts
         self.staging = staging
-        self.place: Place | None = None  # where the parts are
+        self.place: tuple[Buffer, int] | None = None  # where the parts are: an offset in it
         self._offsets, self.nbytes = in_a_row(part.nbytes for part in parts)
         self._after = tuple(after)
         self._gathered = gathered
@@ -122,8 +122,7 @@ class Sending:
         found = self.staging.piece(self.nbytes, grow=grow)
         if found is None:
             return False
-        self._buffer, offset = found
-        self.place = Place(self._buffer.handle, offset)
+        buffer, offset = self.place = found
         try:
             with self.staging.device as device, lanes.taken(device) as self.lane:
                 for stamp in self._after:
@@ -135,7 +134,7 @@ class Sending:
                 for part, at in zip(self.parts, self._offsets, strict=True):
                     copy = self.lane.copy_in if part.on_host else self.lane.copy
                     if part.nbytes:
-                        copy(self._buffer.pointer + offset + at, part.pointer, part.nbytes)
+                        copy(buffer.pointer + offset + at, part.pointer, part.nbytes)
                 self.lane.mark()
         except BaseException:
             self.close()
@@ -155,4 +154,4 @@ class Sending:
         self.parts = []  # a connection that broke may keep this, and must keep no value
         place, self.place = self.place, None
         if place is not None:
-            self.staging.give(self._buffer, place.offset)
+            self.staging.give(*place)

@@ -250,8 +250,8 @@ def _work(store: Store, key: Hashable, devices: Collection[Device]) -> Stamp:
 
 def _message(msg: Message, sending: Sending, parcels: Parcels) -> Message:
     assert sending.place is not None
-    parts = tuple(part.description for part in sending.parts)
-    about = Header(sending.staging.device.uuid, parts, sending.place)
+    parts, (buffer, offset) = tuple(part.description for part in sending.parts), sending.place
+    about = Header(sending.staging.device.uuid, parts, buffer.handle, offset)
     packed = {
         key: (len(parcel.parts), parcel.pickled, [*map(pickle.PickleBuffer, parcel.buffers)])
         for key, parcel in parcels.items()

@@ -17,7 +17,7 @@ from dask_devctx import Device, driver
 from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.transfer.ipc import lanes
-from dask_devctx.transfer.ipc.parcel import Described, Header, Place
+from dask_devctx.transfer.ipc.parcel import Described, Header
 from dask_devctx.transfer.ipc.ranges import ALIGNMENT, Ranges, aligned
 from dask_devctx.transfer.ipc.receiving import OpenedBuffers, Receiving
 from dask_devctx.transfer.ipc.sending import Staging
@@ -157,7 +157,7 @@ def test_values_are_read_from_a_buffer_that_is_opened_once(
     parts = tuple(Described("dask_devctx", nbytes, None) for nbytes in (300, 0, 700))
 
     for turn in range(2):
-        one = Receiving("peer", Header("", parts, Place(handle, 0)), device, buffers)
+        one = Receiving("peer", Header("", parts, handle, 0), device, buffers)
         one.allocate()
         assert one.is_quick() == (turn > 0)
         one.start()
