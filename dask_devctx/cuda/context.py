@@ -34,11 +34,9 @@ class Context(RunningScope):
     Raises
     ------
     DriverError
-        The driver cannot make the context.
+        The driver cannot make the context: ``SCHED_`` flags exclude each other, for example.
     TypeError
         ``flags`` are no ``ContextFlags``, or ``device`` does not name a device; a flag does not.
-    ValueError
-        More than one ``SCHED_`` flag is given: they exclude each other.
 
     Notes
     -----

@@ -20,21 +20,12 @@ class ContextFlags(enum.IntFlag):
     SYNC_MEMOPS = 0x80
 
 
-# A context waits in one of these ways; the other flags can be added.
-_SCHEDULING = ContextFlags.SCHED_SPIN | ContextFlags.SCHED_YIELD | ContextFlags.SCHED_BLOCKING_SYNC
-
-
 def checked(flags: ContextFlags) -> int:
     """Return a context's flags as a number for the driver, which says less about wrong ones."""
     if not isinstance(flags, ContextFlags):
         raise TypeError(
             "a context's flags are ContextFlags, such as ContextFlags.SCHED_SPIN, joined by |; got "
             f"{flags!r} of type {type(flags).__name__}"
-        )
-    if (flags & _SCHEDULING).bit_count() > 1:
-        raise ValueError(
-            f"no context has the flags {flags!r}: SCHED_SPIN, SCHED_YIELD and SCHED_BLOCKING_SYNC "
-            "exclude each other: a context waits in one way"
         )
     return int(flags)
 

@@ -59,7 +59,7 @@ class Move:
         after: After = None,
         *,
         copy: bool = False,
-        guard_source: bool = True,
+        guard_source: bool = True,  # whoever writes to the source next waits for the copy
         read_only: bool = False,  # the copies, if their library can
     ) -> None:
         self.device = device
@@ -203,10 +203,6 @@ class ToDevice(Registry):
     copy
         Also copy arrays that are on the device already: the caller is going to write to them.
         ``to_device(x, Device.current(), copy=True)`` is a task's own copy of an input.
-    guard_source
-        Make this thread's current streams of the source wait for the copy, so that the source
-        may be written to as soon as this returns. False if nothing writes to it, as with the
-        inputs of dask's tasks: then the source's device does not slow down.
 
     Returns
     -------
@@ -230,8 +226,8 @@ class ToDevice(Registry):
     -----
     This does not wait for any device, except that a copy to the host is complete on return. The
     copy comes after the work that makes the value, and before any later work in this thread's
-    current streams. The source is kept alive until the copy has read it. The current device
-    stays current.
+    current streams, also those of the source: it may be written to at once. The source is kept
+    alive until the copy has read it. The current device stays current.
 
     Two functions make a type known: one for ``device_of``, and one for ``to_device``. The
     function of ``to_device.register(T)`` is called for a value on another device. At the call,
@@ -274,7 +270,6 @@ class ToDevice(Registry):
         *,
         after: After = None,
         copy: bool = False,
-        guard_source: bool = True,
     ) -> T:
         if walk.is_plain(value):
             return value
@@ -285,7 +280,7 @@ class ToDevice(Registry):
             return move.take(value)  # type: ignore[no-any-return]
         if target is not None and not nbytes_by_device(value):
             return value
-        move = Move(target, after, copy=copy, guard_source=guard_source)
+        move = Move(target, after, copy=copy)
         return move.run(value)  # type: ignore[no-any-return]
 
 

@@ -16,6 +16,7 @@ from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer import Stamp, events, release_held, stamp
+from dask_devctx.transfer.move import Move
 from dask_devctx.transfer.page_locked import PageLockedPool
 from tests.conftest import simulation  # noqa: F401  # both
 from tests.transfer.order import Order
@@ -73,7 +74,8 @@ def test_values_are_stamped_and_moved_and_pages_locked_meanwhile(
         assert [one is not None and one.done() for one in made] == [not blocking] * 3
         release_held()
         for device in (0, 1, "cpu"):
-            moved = to_device([x], device, after=after, copy=True, guard_source=False)[0]
+            target = None if device == "cpu" else Device(device)
+            moved = Move(target, after, copy=True, guard_source=False).run([x])[0]
             host = moved if device == "cpu" else moved.get()
             assert (host == content).all()
         pool = PageLockedPool(Device(0), 4 * 2**20)

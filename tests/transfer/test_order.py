@@ -13,6 +13,7 @@ from dask_devctx.driver.relaxed import LEGACY_STREAM, PER_THREAD_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.transfer import Stamp, events, hold, release_held, stamp
 from dask_devctx.transfer.ipc import lanes
+from dask_devctx.transfer.move import Move
 from tests.conftest import simulation  # noqa: F401  # both
 from tests.transfer.order import Order
 from tests.transfer.shapes import array
@@ -43,7 +44,7 @@ def test_a_copy_comes_after_the_work_that_makes_its_source(
     order.give("made", 0)
     after = stamp(x) if stamped else None
     order.give("later", 0) if stamped else None
-    moved = to_device(x, 1, after=after, guard_source=False)
+    moved = Move(Device(1), after, guard_source=False).run(x)
     assert order.before_allocations == [(1, {"made"})]
     assert moved.device is Device(1)
     assert "copy" not in order.before(0), "the source's device does not wait"
