@@ -163,22 +163,25 @@ def leave_nothing_current() -> None:
 class Restored:
     """A scope after which the same context is current as before; for one ``with`` at a time.
 
-    Nothing is current after it, if nothing was before. It starts no driver: without one, nothing is
-    current.
+    Nothing is current after it, if nothing was before, nor in it if it is ``empty``. It starts no
+    driver: without one, nothing is current.
     """
 
-    __slots__ = ("_identity", "_previous")
+    __slots__ = ("_identity", "_is_empty", "_previous")
+
+    def __init__(self, *, empty: bool = False) -> None:
+        self._is_empty = empty
 
     def __enter__(self) -> None:
-        self._remember()
-
-    def _remember(self) -> Backend | None:
-        """Remember the current context; return the driver if there is one."""
         backend = _usable()
         self._previous = 0 if backend is None else backend.current_context()
-        if backend is not None and self._previous:
-            self._identity = _identity(backend, self._previous)
-        return backend
+        if backend is None or not self._previous:
+            return
+        self._identity = _identity(backend, self._previous)
+        if self._is_empty:
+            if self._identity is None:  # it is destroyed already: nothing to come back to
+                self._previous = 0
+            _empty(backend.calls)
 
     def __exit__(
         self,
@@ -198,20 +201,7 @@ class Restored:
             raise_or_note(error, exc)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}>"
-
-
-class NothingCurrent(Restored):
-    """A scope in which no context is current on the calling thread; otherwise as its base."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        backend = self._remember()
-        if backend is not None and self._previous:
-            if self._identity is None:  # it is destroyed already: nothing to come back to
-                self._previous = 0
-            _empty(backend.calls)
+        return "<a task without a device>"
 
 
 def is_any_current() -> bool:

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Final
 
 from dask_devctx.cuda.device import Device
@@ -33,16 +34,14 @@ _MAKERS: Final = 8
 _PART_NBYTES: Final = 16 * 2**20
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class HostBlock:
     """Host memory of one value's part; it goes back to its pool when this object is collected."""
 
-    __slots__ = ("__weakref__", "_memory", "address", "is_page_locked", "nbytes")
-
-    def __init__(self, memory: Any, address: int, nbytes: int, *, is_page_locked: bool) -> None:
-        self._memory = memory
-        self.address = address
-        self.nbytes = nbytes
-        self.is_page_locked = is_page_locked
+    memory: Any
+    address: int
+    nbytes: int
+    is_page_locked: bool
 
     @property
     def contents(self) -> memoryview:

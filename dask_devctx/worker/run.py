@@ -15,7 +15,7 @@ from distributed import Reschedule
 from dask_devctx.cuda import suspending
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.on_device import known_as_the_tasks
-from dask_devctx.cuda.scope import NothingCurrent, Restored, is_any_current
+from dask_devctx.cuda.scope import Restored, is_any_current
 from dask_devctx.dask_internals.tasks import TaskStandIn
 from dask_devctx.worker.failures.guard import Guard
 from dask_devctx.worker.placement.admission import Claim
@@ -207,7 +207,7 @@ class HostRun(_Run):
         landing = None if self.runs.monitor.has_failed() else self.runs.landing
         if landing is not None and any(one.__class__ is Value for one in dict(data).values()):
             return landing
-        return NothingCurrent()
+        return Restored(empty=True)
 
     @contextmanager
     def _elsewhere_after_failure(self) -> Iterator[None]:

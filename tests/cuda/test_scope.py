@@ -10,13 +10,14 @@ import logging
 import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from cuda.bindings.driver import CUcontext, CUresult
 
 from dask_devctx import Device, devices, driver
 from dask_devctx.cuda.context import Context
-from dask_devctx.cuda.scope import NothingCurrent, Restored, open_scopes
+from dask_devctx.cuda.scope import Restored, open_scopes
 from dask_devctx.driver.backends import Backend
 from dask_devctx.errors import DeviceScopeError, DriverError
 from tests.conftest import Replacing
@@ -294,14 +295,14 @@ def test_a_scope_without_a_device_starts_no_driver() -> None:
     """A worker without GPUs runs coroutines in it."""
     program = (
         "from dask_devctx import driver\n"
-        "from dask_devctx.cuda.scope import NothingCurrent\n"
-        "with NothingCurrent(): pass\n"
+        "from dask_devctx.cuda.scope import Restored\n"
+        "with Restored(empty=True): pass\n"
         "assert driver.current_backend() is None"
     )
     python("-c", program)
 
 
-@pytest.mark.parametrize("scope", [NothingCurrent, Restored])
+@pytest.mark.parametrize("scope", [Restored, partial(Restored, empty=True)])
 def test_what_was_current_before_is_current_again_after_it(machine: object, scope: type) -> None:
     with Device(1), scope():
         Device(2).set_current()
@@ -313,7 +314,7 @@ def test_what_was_current_before_is_current_again_after_it(machine: object, scop
     assert current() == 0
 
 
-@pytest.mark.parametrize("scope", [NothingCurrent, Restored])
+@pytest.mark.parametrize("scope", [Restored, partial(Restored, empty=True)])
 def test_a_context_that_was_destroyed_meanwhile_is_not_made_current(
     machine: object, scope: type
 ) -> None:
@@ -328,6 +329,6 @@ def test_a_context_that_was_destroyed_meanwhile_is_not_made_current(
 def test_nothing_is_current_over_a_context_that_is_gone_already(calls):
     handle = calls.create(1, 0)
     on_thread(lambda: calls.destroy(handle))
-    with NothingCurrent():
+    with Restored(empty=True):
         assert current() == 0
     assert current() == 0

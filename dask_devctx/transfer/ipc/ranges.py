@@ -35,11 +35,6 @@ class Ranges:
         self._taken: dict[int, int] = {}
 
     @property
-    def unused(self) -> bool:
-        """Whether everything was given back."""
-        return not self._taken
-
-    @property
     def taken(self) -> int:
         """How many bytes were given out."""
         return sum(self._taken.values())

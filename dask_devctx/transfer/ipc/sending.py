@@ -46,8 +46,8 @@ class Staging(Pool):
     def retire(self) -> list[Buffer]:
         """Return the buffers that have no piece in use, after taking them out of use."""
         with self._locked():
-            retired = [buffer for buffer in self._blocks if buffer.ranges.unused]
-            self._blocks = [buffer for buffer in self._blocks if not buffer.ranges.unused]
+            retired = [buffer for buffer in self._blocks if not buffer.ranges.taken]
+            self._blocks = [buffer for buffer in self._blocks if buffer.ranges.taken]
         return retired
 
     def use_again(self, buffers: Iterable[Buffer]) -> None:
