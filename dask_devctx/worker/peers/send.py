@@ -25,7 +25,7 @@ from dask_devctx.worker.peers.transfers import QUICK_NBYTES, STAGED, PeerTransfe
 from dask_devctx.worker.peers.transport import SAYS
 from dask_devctx.worker.values.host_form import Copying
 from dask_devctx.worker.values.store import SENDING, Store
-from dask_devctx.worker.values.value import Value
+from dask_devctx.worker.values.value import Value, readable
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def answering(local: PeerTransfers, get_data: Callable[..., Any]) -> Callable[..
     async def answer(comm: Any, keys: Any, who: str | None = None, serializers: Any = None) -> Any:
         asking = _Asking(local, comm, who if isinstance(who, str) else "")
         if asking.inside and (store := local.store()) is not None:
-            await store.readable(keys)
+            await readable(store.values_of(keys))
         token = SENDING.set(not asking.inside)
         try:
             who = asking.address or None

@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Final
@@ -40,13 +40,13 @@ class Copy:
     stamp: Stamp  # of the copy
     nbytes: int  # counts toward the limit
     expected: bool  # made ahead, and no task has used it yet
-    uses: list[Stamp] = field(default_factory=list)
 
 
 class _There(dict[Copy, None]):
     """The copies on a device, the last used one last; the values know them, too."""
 
     nbytes = 0  # the event loop reads it
+    uses: tuple[Stamp, ...] = ()  # of tasks whose work may still read copies, dropped or not
 
 
 class Copies:
@@ -72,8 +72,6 @@ class Copies:
         self._lock = threading.RLock()
         self._open = True
         self._event_loop = threading.get_ident()
-        # Called when a task that outlived the plugin reads copies.
-        self.outlived: Callable[[], object] = lambda: None
         # No executor: a future for each task costs the event loop ten times what this does.
         self._later: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         threading.Thread(target=self._do_later, name="devctx-copies", daemon=True).start()
@@ -186,18 +184,10 @@ class Copies:
         Threads with their own streams need this; with the default stream the library keeps this
         order itself.
         """
-        dropped = []
+        hold(stamp, *(moved for _, moved in copies))
         with self._lock:
-            for value, moved in copies:
-                copy = value.copies.get(device)
-                if copy is None or copy.whole is not moved:
-                    dropped.append(moved)
-                else:
-                    copy.uses = [use for use in copy.uses if not use.done()] + [stamp]
-        if dropped:
-            hold(stamp, *dropped)
-        if not self._open:
-            self.outlived()
+            there = self.there[device]
+            there.uses = (*(use for use in there.uses if not use.done()), stamp)
 
     # -- dropped
 
@@ -207,13 +197,13 @@ class Copies:
         With ``nbytes``, this ends when so much is dropped, and those made ahead of a task stay.
         Without, the memory ran out: this waits for the readers, but on the event loop.
         """
-        dropped, uses = 0, []
+        dropped = 0
         with self._lock:
+            uses = self.there[device].uses
             for copy in list(self.there[device]):
                 if nbytes is not None and (dropped >= nbytes or copy.expected):
                     continue
                 dropped += copy.nbytes
-                uses += copy.uses
                 self._remove([copy])
         if nbytes is None and threading.get_ident() != self._event_loop:
             # A copy that is being read frees its memory when the read is done.
@@ -231,5 +221,3 @@ class Copies:
                 if copy in there:
                     del there[copy], copy.value.copies[copy.device]
                     there.nbytes -= copy.nbytes
-                    for use in copy.uses:
-                        hold(use, copy.whole)

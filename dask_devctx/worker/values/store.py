@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import sys
 from collections.abc import (
@@ -24,7 +23,7 @@ from dask_devctx.config.options import Options
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.worker import replaced_data
 from dask_devctx.errors import DriverError
-from dask_devctx.transfer import Stamp, nbytes_by_device, release_held, walk
+from dask_devctx.transfer import nbytes_by_device, release_held, walk
 from dask_devctx.transfer.traffic import TrafficCounts
 from dask_devctx.worker.values.accounting import limit_nbytes, numbers
 from dask_devctx.worker.values.copies import Copies
@@ -34,7 +33,6 @@ from dask_devctx.worker.values.value import AWAY, Value
 # Whether the reader in this context sends values to another process.
 SENDING: Final[ContextVar[bool]] = ContextVar("devctx-sending", default=False)
 _EXECUTE: Final = inspect.unwrap(Worker.execute).__code__
-_POLL_S: Final = 0.001
 # Of a key whose value dask's own mapping has; the second if it was searched, and holds no arrays
 # although its type may.
 _IN_RAW: Final = object()
@@ -219,13 +217,6 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
                 found.append(value)
         return found
 
-    async def readable(self, keys: Iterable[Hashable]) -> list[Stamp]:
-        """Return the stamps of some values when the event loop can read them without a wait."""
-        stamps = [value.stamp for value in self.values_of(keys) if value.stamp is not None]
-        while not all(stamp.may_be_read() for stamp in stamps):  # a graph is being captured
-            await asyncio.sleep(_POLL_S)
-        return stamps
-
     def looked_for(self, key: Hashable, whole: Any) -> Value | None:
         """Return host data, as it seemed, as a value if it is on devices after all; any thread."""
         if walk.find(whole.__class__) is None or _dict.get(self, key) is _ON_HOST:
@@ -274,8 +265,9 @@ def storing(
         return store if worker.status is Status.closing else store.give_back()
 
     def release() -> None:
-        """Release what finished work has read, until this is closed and all of it is read."""
-        if release_held() or store.open:
+        """Release what finished work has read; after the end, while tasks run or it is read."""
+        state = worker.state
+        if release_held() or store.open or state.executing or state.long_running:
             worker.loop.call_later(_RELEASE_S, release)
 
     copies = Copies(options.replica_limit, traffic, is_alone_on)
@@ -293,7 +285,6 @@ def storing(
         with replaced_data(worker, store, unwrap):
             spill.start()
             release()
-            copies.outlived = lambda: worker.loop.add_callback(release)
             yield store
     finally:
         store.open = False

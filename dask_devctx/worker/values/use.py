@@ -16,13 +16,12 @@ from dask_devctx.dask_internals.tasks import NODE_PARTS
 from dask_devctx.errors import DevctxError
 from dask_devctx.transfer import Stamp, nbytes_by_device, walk
 from dask_devctx.transfer.move import Move
-from dask_devctx.worker.values.value import AWAY, Value
+from dask_devctx.worker.values.value import AWAY, Value, readable
 
 if TYPE_CHECKING:
     from dask_devctx.worker.values.copies import Used
     from dask_devctx.worker.values.store import Store
 
-_POLL_S: Final = 0.001
 # The number of objects of a task to look at here; the walk takes a sample of more.
 _AT_MOST: Final = 1000
 
@@ -91,9 +90,7 @@ class Use:
         """Do as :meth:`wait` on another thread: this one runs the worker's event loop."""
         if self.away or self.wanted:
             await asyncio.to_thread(self.wait)
-        for value in self._pinned.values():
-            while value.stamp is not None and not value.stamp.may_be_read():
-                await asyncio.sleep(_POLL_S)  # a graph is being captured
+        await readable(self._pinned.values())
 
     def __enter__(self) -> Self:
         try:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import threading
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ from dask_devctx.worker.values.host_form import HostForm, arrived
 # The `value` of one in host memory.
 AWAY: Final = object()
 _LITTLE_NBYTES: Final = 64 * 2**10
+_POLL_S: Final = 0.001
 
 
 class Entry(weakref.ref["Value"]):
@@ -108,6 +110,13 @@ class Value:
         """Be the value itself in another process, such as that of a process pool."""
         form = self.host_form()
         return arrived, (form.about, [*map(bytes, form.frames)])
+
+
+async def readable(values: Iterable[Value]) -> None:
+    """Return when the event loop can read some values without a wait."""
+    for value in values:
+        while value.stamp is not None and not value.stamp.may_be_read():
+            await asyncio.sleep(_POLL_S)  # a graph is being captured
 
 
 # dask's data on disk: a value comes back from there into host memory.
