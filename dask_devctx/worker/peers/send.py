@@ -116,18 +116,22 @@ async def _prepared(
     if store is None:
         return msg, None
     reason, places = local.transport.why_not(asking.said), _on_devices(data, local.devices, store)
+    work = {  # without values in host memory
+        key: _work(store, key, there)
+        for key, there in places.items()
+        if data[key].data.__class__ is not Value
+    }
     if places and not reason:
         local.readers.add(who)
         try:
-            sending, parcels = await _staged(local, store, data, places)
+            sending, parcels = await _staged(local, data, places, [*work.values()])
             return _message(msg, sending, parcels), sending
         except Exception as error:
             reason = _why_not_staged(local, error, who, next(iter(next(iter(places.values())))))
     by_dask = local.transport.by_dask
     if places and not asking.inside:
-        how = {"by_ucx": by_dask == "ucx", "takes_values": asking.takes_values}
-        copied = await asyncio.to_thread(_in_host_memory, local, store, data, places, **how)
-        msg = {**msg, "data": data | copied}
+        there = await asyncio.to_thread(_in_host_memory, local, asking, data, places, work)
+        msg = {**msg, "data": data | there}
     for device, nbytes in (one for each in places.values() for one in each.items()):
         if who:  # a worker
             why = reason if by_dask == "host" else None
@@ -137,29 +141,27 @@ async def _prepared(
 
 def _in_host_memory(
     local: PeerTransfers,
-    store: Store,
+    asking: _Asking,
     data: Mapping[Hashable, Any],
     places: Places,
-    *,
-    by_ucx: bool,
-    takes_values: bool,
+    work: Mapping[Hashable, Stamp],
 ) -> dict[Hashable, Any]:
     """Return the values of an answer in host memory, without those that dask sends as they are."""
+    spill: Any = local.store().spill  # type: ignore[union-attr]
     found: dict[Hashable, Any] = {}
     for key, there in places.items():
         value, device = data[key].data, next(iter(there))
-        if value.__class__ is Value:
-            found[key] = Serialize(value if takes_values else value.host_form())
+        if key not in work:
+            found[key] = Serialize(value if asking.takes_values else value.host_form())
             continue
         try:
-            work = _work(store, key, there)
             with device:
                 wait_for_captures()  # some types cannot be packed without spoiling one
-            if by_ucx and is_by_frames(type(value)):
-                work.hold_back_readers()
+            if local.transport.by_dask == "ucx" and is_by_frames(type(value)):
+                work[key].hold_back_readers()
                 continue
-            copying = partial(Copying, value, device, work, store.spill.pool.take, sent=True)
-            found[key] = Serialize(store.spill.allocated(device, there[device], copying).finish())
+            copying = partial(Copying, value, device, work[key], spill.pool.take, sent=True)
+            found[key] = Serialize(spill.allocated(device, there[device], copying).finish())
         except Exception as error:
             if local.failed(device, error):
                 raise CommClosedError(f"the device failed: {error}") from error
@@ -185,9 +187,9 @@ def _why_not_staged(local: PeerTransfers, error: Exception, who: str, device: De
 
 
 async def _staged(
-    local: PeerTransfers, store: Store, data: dict[Hashable, Any], places: Places
+    local: PeerTransfers, data: dict[Hashable, Any], places: Places, stamps: Sequence[Stamp]
 ) -> tuple[Sending, Parcels]:
-    """Return values packed and staged, or raise."""
+    """Return values packed and staged, after the work of stamps; or raise."""
     total: Counter[Device] = Counter()
     for each in places.values():
         total.update(each)
@@ -196,11 +198,6 @@ async def _staged(
     if staging is None or staging.refused:
         raise _NotStagedError(_NO_ROOM if staging is None else staging.refused)
     values = {key: data[key].data for key in places}
-    stamps = [
-        _work(store, key, there)
-        for key, there in places.items()
-        if values[key].__class__ is not Value
-    ]
     parcels: Parcels = {}
     quick = (
         0 < sum(total.values()) <= QUICK_NBYTES
