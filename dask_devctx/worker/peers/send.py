@@ -220,20 +220,20 @@ async def _staged(
             sending.finish()
         return sending
 
-    sending: Sending = begin() if quick else await local.run(begin, undo=Sending.close)
+    sending: Sending = begin() if quick else await local.run(begin)
     if not parcels:
         raise _NotStagedError("their type goes through the host")
     # A view may be sent with all the memory under it.
     if quick and sending.nbytes <= QUICK_NBYTES and sending.start(grow=False):
-        await local.copied(sending, undo=lambda _: sending.close())
+        await local.copied(sending)
     elif quick:
-        await local.run(copy, sending, undo=Sending.close)
+        await local.run(copy, sending)
     until = time.monotonic() + _ROOM_TIMEOUT_S
     while sending.place is None:
         if not staging.taken or time.monotonic() > until:
             raise _NotStagedError(_NO_ROOM)
         await asyncio.sleep(_ROOM_LOOK_S)
-        await local.run(copy, sending, undo=Sending.close)
+        await local.run(copy, sending)
     return sending, parcels
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -105,25 +104,17 @@ class PeerTransfers:
 
     # -- for one transfer
 
-    async def run(self, function: Callable[..., Any], *args: Any, undo: Any = None) -> Any:
-        """Run a function on a thread that may wait.
+    async def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run a function on a thread that may wait."""
+        # dask cancels its waiter only where the worker closes: its staging memory is not freed.
+        return await self._loop.run_in_executor(self._executor, function, *args)
 
-        If nobody waits for it any more when it ends, ``undo`` is called with its result.
-        """
-        future = self._executor.submit(function, *args)
-        try:
-            return await asyncio.shield(asyncio.wrap_future(future))
-        except asyncio.CancelledError:
-            if undo is not None:
-                future.add_done_callback(functools.partial(_undone, undo))
-            raise
-
-    async def copied(self, transfer: Sending | Receiving, undo: Any = None) -> None:
+    async def copied(self, transfer: Sending | Receiving) -> None:
         """Wait for a copy that has started: for a moment here, then on a thread."""
         if transfer.lane.done_soon(_QUICK_S):
             transfer.finish(is_done=True)
         else:
-            await self.run(transfer.finish, undo=undo)
+            await self.run(transfer.finish)
 
     def failed(self, device: Device, error: Exception) -> bool:
         """Return whether an error means that a device, or CUDA here, has failed; then say so."""
@@ -223,8 +214,3 @@ class PeerTransfers:
         except RuntimeError:  # this worker is closing
             return False
         return said is not False  # who does not know the question has closed all
-
-
-def _undone(undo: Callable[[Any], object], future: Future[Any]) -> None:
-    if not future.cancelled() and future.exception() is None:
-        undo(future.result())

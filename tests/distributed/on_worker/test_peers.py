@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import queue
 import re
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import dask
@@ -24,7 +19,6 @@ from dask_devctx import Device, DevicePlugin, SimulatedArray, driver, report
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.transfer.libraries import MODULES, Library
 from dask_devctx.worker.peers import transport
-from dask_devctx.worker.peers.transfers import PeerTransfers
 from tests.device_memory import read, write
 from tests.distributed import peers
 
@@ -330,28 +324,6 @@ def test_who_cannot_read_memory_gets_values_through_the_host(change: Any, why: s
     assert one.why_not(other) == ""
     assert why in one.why_not(change(said if why == "in the same process" else other))
     assert (off.says("tcp://there"), off.why_not(other)) == ("", "the option ipc is False")
-
-
-def test_what_a_cancelled_transfer_has_staged_is_undone() -> None:
-    go_on, undone = threading.Event(), queue.Queue[str]()
-
-    def stage() -> str:
-        assert go_on.wait(10)
-        return "staged"
-
-    async def cancelled() -> None:
-        with ThreadPoolExecutor(1) as executor:
-            local = SimpleNamespace(_executor=executor)
-            running = asyncio.ensure_future(PeerTransfers.run(local, stage, undo=undone.put))
-            await asyncio.sleep(0)
-            running.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await running
-            assert undone.empty()
-            go_on.set()
-
-    asyncio.run(cancelled())
-    assert undone.get(timeout=10) == "staged"
 
 
 def test_it_can_be_switched_off() -> None:
