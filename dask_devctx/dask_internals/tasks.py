@@ -13,7 +13,6 @@ from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
-from weakref import WeakKeyDictionary
 
 from dask._task_spec import DataNode, GraphNode, Task
 from distributed import Worker
@@ -283,27 +282,11 @@ def send_next_task_to(executor: DeviceThreadPoolExecutor, claim: Any) -> None:
     _next_task.set([(executor, claim)])
 
 
-_opened: WeakKeyDictionary[Executor, int] = WeakKeyDictionary()
-_opening = threading.Lock()
-
-
 @contextmanager
 def sending_tasks_on(executor: Executor) -> Iterator[None]:
-    """While it is open, an executor passes on the tasks that are meant for another executor.
-
-    Several workers may share the executor. The last one to leave restores it.
-    """
-    with _opening:
-        if executor not in _opened:
-            setattr(executor, "submit", partial(_submit, executor.submit))  # noqa: B010
-        _opened[executor] = _opened.get(executor, 0) + 1
-    try:
+    """While it is open, an executor passes on the tasks that are meant for another executor."""
+    with replaced(vars(executor), "submit", partial(_submit, executor.submit)):
         yield
-    finally:
-        with _opening:
-            _opened[executor] -= 1
-            if not _opened[executor]:
-                del _opened[executor], executor.submit
 
 
 def _submit(
