@@ -97,11 +97,11 @@ class _OnDevices:
         call: Callable[..., Any]
         if inspect.iscoroutinefunction(method):
 
-            async def body(args: Any, kwargs: Any) -> Any:
-                return await suspending.within(device, self._await(method, *args, **kwargs))
-
             async def call(*args: Any, **kwargs: Any) -> Any:
-                return await self._guard(is_coro=True).run_coroutine(body, args, kwargs)
+                def body() -> Any:
+                    return suspending.within(device, self._await(method, *args, **kwargs))
+
+                return await self._guard(is_coro=True).run_coroutine(body)
         else:
 
             def call(*args: Any, **kwargs: Any) -> Any:

@@ -81,6 +81,7 @@ class DeviceRun(_Run, Claim, Guard):
     # have been cancelled a moment ago.
     queued = True
     not_again = ""
+    reserved: tuple[Device, ...] = ()
     thread: int | None = None
     made: Value | None = None
 
@@ -104,7 +105,6 @@ class DeviceRun(_Run, Claim, Guard):
         self.is_coro = self.task.is_coro
         self.prefix = ts.prefix
         self.known = devices[0] if len(devices) == 1 else devices
-        self.reserved: list[Device] = []
         self.placed_at = self.began_at = perf_counter()
 
     def is_cancelled(self) -> bool:
@@ -161,11 +161,12 @@ class DeviceRun(_Run, Claim, Guard):
         """Spill values of others, until the bytes that it reserves are free on its devices."""
         for device in self.devices:
             self.runs.store.spill.make_room(device, self.nbytes)
-            self.reserved.append(device)
+            self.reserved += (device,)
 
     def released(self) -> None:
-        while self.reserved:
-            self.runs.store.spill.give_room(self.reserved.pop(), self.nbytes)
+        for device in self.reserved:
+            self.runs.store.spill.give_room(device, self.nbytes)
+        self.reserved = ()
 
     def __reduce__(self) -> Any:
         return functools.partial, (_run_elsewhere, self.task, self.devices[0])
