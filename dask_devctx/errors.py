@@ -183,13 +183,11 @@ class DevicesInUseError(DevctxError):
 
 
 def in_use(
-    who: str, wanted: int, free: Sequence[str], holders: Mapping[str, str]
+    who: str, wanted: int, free: Iterable[object], holders: Mapping[Any, str]
 ) -> DevicesInUseError:
-    """Return the error of one that wants more devices than are free; 0 for any number of these.
-
-    ``free`` and the keys of ``holders`` describe devices.
-    """
-    names, total = [_name(device) for device in free], len(free) + len(holders)
+    """Return the error of one that wants more devices than are free; 0 for any number of these."""
+    names = list(map(str, free))
+    total = len(names) + len(holders)
     wants = f"{who} wants {counted(wanted, 'device') if wanted else 'devices'} for itself"
     if wanted > total:
         return DevicesInUseError(
@@ -203,23 +201,18 @@ def in_use(
             f"Free: {', '.join(names)}. For these, write devices=[{ids}], lower n_workers or "
             "devices_per_worker, or leave them out. Or close"
         )
-    held = held_text({_name(device): holder for device, holder in holders.items()})
     return DevicesInUseError(
-        f"{wants}, and {held}. {others} the cluster that holds devices and is not needed, such as "
-        "that of a notebook's earlier cell (cluster.close(), or client.shutdown()), or use the "
-        "same devices: shared=True"
+        f"{wants}, and {held_text(holders)}. {others} the cluster that holds devices and is not "
+        "needed, such as that of a notebook's earlier cell (cluster.close(), or "
+        "client.shutdown()), or use the same devices: shared=True"
     )
 
 
-def _name(device: str) -> str:
-    return device.partition(" ")[0]
-
-
-def held_text(holders: Mapping[str, str]) -> str:
+def held_text(holders: Mapping[Any, str]) -> str:
     """Return a text about the holders of devices, by the device; each holder is named once."""
     groups: dict[str, list[str]] = {}
     for device, who in holders.items():
-        groups.setdefault(who, []).append(device)
+        groups.setdefault(who, []).append(str(device))
     return "; ".join(
         f"{', '.join(held)} {_are(len(held))} held by {who}" for who, held in groups.items()
     )

@@ -90,8 +90,8 @@ def lay_out(options: Options, n_workers: int | None, *, processes: bool) -> Layo
         raise in_use(
             "this cluster",
             wanted,
-            [str(device.info) for device in devices() if device not in taken],
-            {str(device.info): who for device, who in held.items()},
+            [device for device in devices() if device not in taken],
+            held,
         )
     own: dict[str, Any] = {}
     started = default_n_workers(free, options, processes) if n_workers is None else n_workers
@@ -108,8 +108,7 @@ def lay_out(options: Options, n_workers: int | None, *, processes: bool) -> Layo
     if started and left_over > 0 and (divided or n_workers is None):
         workers, idle = counted(started, "worker"), counted(left_over, "device")
         logger.warning("%s will use %s each: %s will be idle", workers, share, idle)
-    text = held_text({str(device): who for device, who in held.items()})
-    layout = Layout(options, own, used, started, share, free, text)
+    layout = Layout(options, own, used, started, share, free, held_text(held))
     layout.check(started)
     return layout
 

@@ -24,6 +24,7 @@ from dask_devctx.worker.leases.locks import Lock, held_devices, take
 # process that just ended, or whose plugin is just replaced.
 _PATIENCE_S: Final = 1.0
 _POLL_S: Final = 0.05
+_WHO: Final = "this worker"
 
 # The devices that a worker had, for a plugin that takes another one's place.
 _before: WeakKeyDictionary[Worker, tuple[Device, ...]] = WeakKeyDictionary()
@@ -139,5 +140,5 @@ class DeviceShare:
         self, wanted: int, free: Iterable[Device], held: Mapping[Device, str]
     ) -> DevicesInUseError:
         own = self._of_cluster
-        texts = {str(d.info): who.replace(own, " of its own cluster") for d, who in held.items()}
-        return in_use("this worker", wanted, [str(device.info) for device in free], texts)
+        texts = {one: who.replace(own, " of its own cluster") for one, who in held.items()}
+        return in_use("this worker", wanted, free, texts)
