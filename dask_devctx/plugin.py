@@ -174,8 +174,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
                 raise failure  # dask tells the client, and keeps the plugin
         elif self.extension is not None:
             registration.say_devices(self.worker_devices)
-            limits = self.extension.limits
-            await registration.announce(self.worker_devices, limits, share.tell)
+            await registration.announce(self.extension.limits, share.tell)
 
     def _use(
         self, worker: Worker, devices: tuple[Device, ...], failure: Exception | None = None

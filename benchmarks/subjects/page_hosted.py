@@ -161,7 +161,7 @@ class _StandIn:
     async def start(self, scheduler: Any) -> None:
         await self._server.listen("tcp://127.0.0.1:0")
         seen = [(uuid, None) for uuid in self.uuids]
-        announcement = {"seen": seen, "used": self.uuids, "limits": {}}
+        announcement = {"seen": seen, "used": dict.fromkeys(self.uuids, 2**34)}
         await scheduler.stand_in(
             address=self._server.address, announcement={**announcement, "protocol": PROTOCOL}
         )

@@ -35,13 +35,11 @@ class Wanted(NamedTuple):
 class WorkerDevices:
     """The devices that a worker's process sees, in the order of their ordinals, and their use.
 
-    ``used`` has the UUIDs of the devices that it uses, ``limits`` the bytes that tasks may have
-    there; a device without an entry is unlimited.
+    ``used`` has the bytes that tasks may have on each device that it uses, by the device's UUID.
     """
 
     seen: Inventory
-    used: frozenset[str]
-    limits: Mapping[str, int] = field(default_factory=dict)
+    used: Mapping[str, int]
 
     @cached_property
     def names(self) -> frozenset[Name]:
@@ -70,7 +68,7 @@ class WorkerDevices:
         if wanted.names and not wanted.nbytes:
             return True
         uuids = self.uuids_of(wanted.names) if wanted.names else self.used
-        fit = sum(self.limits.get(uuid, wanted.nbytes) >= wanted.nbytes for uuid in uuids)
+        fit = sum(self.used[uuid] >= wanted.nbytes for uuid in uuids)
         return fit >= (wanted.number or max(len(uuids), 1))
 
     def uuids_of(self, names: tuple[Name, ...]) -> frozenset[str]:

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 from dask_devctx.errors import DeviceFailedError
 
 # Raise it whenever the content of a message or of a row of the history changes.
-PROTOCOL: Final = 8
+PROTOCOL: Final = 9
 # The handlers that workers call on the scheduler.
 ANNOUNCE: Final = "devctx_announce"
 REFUSE: Final = "devctx_refuse"

@@ -92,7 +92,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     def devices(self) -> dict[str, frozenset[str]]:
         """The UUIDs of the devices that each worker uses, by the worker's address."""
         known = list(self._cluster.present.items())  # another thread may ask
-        return {address: devices.used for address, devices in known}
+        return {address: frozenset(devices.used) for address, devices in known}
 
     # -- dask's hooks
 
@@ -211,15 +211,13 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self,
         address: str,
         seen: Sequence[tuple[str, str | None]],
-        used: Sequence[str] | None,
-        limits: Mapping[str, int],
+        used: Mapping[str, int] | None,
     ) -> None:
         if used is None:
             self._cluster.withdraw(address)
         else:
             infos = (DeviceInfo(n, uuid, pci_bus_id=pci) for n, (uuid, pci) in enumerate(seen))
-            devices = WorkerDevices(Inventory(tuple(infos)), frozenset(used), limits)
-            self._cluster.announce(address, devices)
+            self._cluster.announce(address, WorkerDevices(Inventory(tuple(infos)), used))
         if used:
             self._sharing.heard(address)
         else:

@@ -53,13 +53,11 @@ def say_devices(devices: Sequence[Device]) -> None:
 _AGAIN_S: Final = 1.0
 
 
-async def announce(used: Sequence[Device], limits: Mapping[Device, int], tell: Tell) -> None:
+async def announce(used: Mapping[Device, int], tell: Tell) -> None:
     """Tell the scheduler which devices a worker has, and the bytes that tasks may reserve there."""
     # The other devices that the worker sees are announced too: the ordinals need them.
     seen = [(one.uuid, one.pci_bus_id) for one in discovery.inventory(driver.backend()).devices]
-    uuids = [device.uuid for device in used]
-    known = {device.uuid: nbytes for device, nbytes in limits.items()}
-    await tell(ANNOUNCE, seen=seen, used=uuids, limits=known)
+    await tell(ANNOUNCE, seen=seen, used={one.uuid: nbytes for one, nbytes in used.items()})
 
 
 def withdraw(worker: Worker, tell: Tell) -> None:
@@ -70,10 +68,10 @@ def withdraw(worker: Worker, tell: Tell) -> None:
         worker.loop.add_callback(_no_devices, tell, None)
 
 
-async def _no_devices(tell: Tell, used: Sequence[str] | None) -> None:
+async def _no_devices(tell: Tell, used: Mapping[str, int] | None) -> None:
     """Announce no devices; with ``used=None``, that tasks that ask for some do not belong there."""
     with suppress(Exception):  # without the routing there is nothing to withdraw from
-        await tell(ANNOUNCE, seen=[], used=used, limits={})
+        await tell(ANNOUNCE, seen=[], used=used)
 
 
 async def refuse(worker: Worker, error: Exception, tell: Tell, *, leaves: bool) -> bool:
@@ -89,7 +87,7 @@ async def refuse(worker: Worker, error: Exception, tell: Tell, *, leaves: bool) 
     leaves = is_joining(worker) and (leaves or in_use)
     if not leaves:
         error.add_note(_WAY_OUT.format(worker.name))
-        await _no_devices(tell, ())
+        await _no_devices(tell, {})
         return False
     told: Exception = error
     if not in_use:

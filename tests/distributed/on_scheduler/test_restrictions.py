@@ -35,12 +35,11 @@ holdings = st.builds(
         Inventory(
             tuple(DeviceInfo(n, uuid, pci_bus_id=f"0000:0{n}:00.0") for n, uuid in enumerate(seen))
         ),
-        frozenset(used) & frozenset(seen),
-        {uuid: limits[n] for n, uuid in enumerate(sorted(used & {*seen})) if n < len(limits)},
+        {uuid: limits[n] for n, uuid in enumerate(sorted(used & {*seen}))},
     ),
     st.permutations(UUIDS).flatmap(lambda p: st.integers(0, 4).map(lambda n: p[:n])),
     st.sets(st.sampled_from(UUIDS)),
-    st.lists(st.sampled_from([4, 7, 10]), max_size=4),
+    st.lists(st.sampled_from([4, 7, 10, 1000]), min_size=4, max_size=4),
 )
 addresses = st.sampled_from(ADDRESSES)
 tasks = st.fixed_dictionaries(
@@ -114,16 +113,15 @@ def has(held: WorkerDevices, wanted: Any) -> bool:
         if not all(held.has(name) for name in names):
             return False
         uuids = {naming.among(name, held.seen)[0].uuid for name in names}
-    fit = [uuid for uuid in uuids if held.limits.get(uuid, 1000) >= (wanted.nbytes or 0)]
+    fit = [uuid for uuid in uuids if held.used[uuid] >= (wanted.nbytes or 0)]
     if wanted.number is None:
         return 0 < len(uuids) == len(fit)
     return len(fit) >= wanted.number
 
 
 def having(*uuids: str) -> WorkerDevices:
-    return WorkerDevices(
-        Inventory(tuple(DeviceInfo(n, uuid) for n, uuid in enumerate(uuids))), frozenset(uuids)
-    )
+    infos = tuple(DeviceInfo(n, uuid) for n, uuid in enumerate(uuids))
+    return WorkerDevices(Inventory(infos), dict.fromkeys(uuids, 1000))
 
 
 def task_state(key: int, state: str, said: dict[str, Any]) -> Any:

@@ -228,7 +228,7 @@ async def test_a_worker_of_another_version_is_refused(
     await client.register_plugin(DevicePlugin(devices_per_worker=2))
     uuid = "GPU-b33ebc80-95a3-9648-c914-5259efe7a11e"
     older = {"seen": [{"device_id": 0, "uuid": uuid}], "used": [uuid]}
-    newer = {"protocol": PROTOCOL + 1, "seen": [(uuid, None)], "used": [uuid], "limits": {}}
+    newer = {"protocol": PROTOCOL + 1, "seen": [(uuid, None)], "used": {uuid: 8}}
     with captured_logger("dask_devctx.scheduler.routing") as log:
         async with rpc(scheduler.address) as there:
             for message in (older, newer):
