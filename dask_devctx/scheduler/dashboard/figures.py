@@ -16,8 +16,8 @@ from markupsafe import Markup
 from dask_devctx.scheduler.dashboard.feed import Batch
 
 # How much of the past the plots can show; at first the least.
-WINDOWS_S: Final = {"30 s": 30.0, "2 min": 120.0, "10 min": 600.0, "1 h": 3600.0}
-WINDOW_S: Final = WINDOWS_S["30 s"]
+WINDOWS_S: Final = {"last 30 s": 30.0, "2 min": 120.0, "10 min": 600.0, "1 h": 3600.0}
+WINDOW_S: Final = WINDOWS_S["last 30 s"]
 # The most rows of one kind that a browser is given: 1,000 a second for longer than the plots show.
 MOST_ROWS: Final = 40_000
 # The labels of the time axis, by the distance of its ticks.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from heapq import nlargest
+from itertools import chain
 from typing import Any, Final
 
 from dask.utils import format_bytes, format_time
@@ -80,8 +81,9 @@ class Timeline(LanesPlot):
         self._running.add(running, again=True)
         self._left_out += batch.left_out
         self.figure.title.text = _TITLE + self._news(batch, is_running=bool(running))
-        kinds = [entry for rows in self._parts for entry in rows.colours(self.axes.view)]
-        self.explain(dict(sorted(kinds, key=[_OTHER, _FAILED].__contains__)))
+        last, view = [_OTHER, _FAILED], self.axes.view
+        kinds = (sorted(rows.colours(view), key=last.__contains__) for rows in self._parts)
+        self.explain(dict(chain.from_iterable(kinds)))
 
     def _rank(self, tasks: Iterable[TaskRun]) -> bool:
         """Give colours to the kinds that took the most time lately; return whether one is new."""
