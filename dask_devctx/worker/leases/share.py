@@ -141,4 +141,4 @@ class DeviceShare:
     ) -> DevicesInUseError:
         own = self._of_cluster
         texts = {one: who.replace(own, " of its own cluster") for one, who in held.items()}
-        return in_use("this worker", wanted, free, texts)
+        return in_use(_WHO, wanted, free, texts)
