@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from operator import attrgetter
 from typing import Any, Self
 
@@ -30,17 +31,12 @@ from dask_devctx.transfer.traffic import timed
 
 _Array = np.ndarray[Any, Any]
 
-# NumPy's: what is known without the values, what is computed on the device, and, by any device,
-# one element as a Python number, or all of them in lists. `flags.writeable` is False for a shared
-# copy of a task's input.
-_KNOWN = ("shape", "dtype", "ndim", "size", "itemsize", "nbytes", "strides", "flags")
-_PARTS = ("T", "real", "imag")
 _METHODS = (
     "all any argmax argmin argsort astype choose clip conj copy cumprod cumsum diagonal dot "
     "flatten max mean min nonzero prod ravel repeat reshape round searchsorted squeeze std "
-    "sum swapaxes take trace transpose var view"
+    "sum swapaxes take trace transpose var view "
 )
-_ON_HOST = ("item", "tolist")
+
 
 # The remedy where a function of dask.array, such as da.unique or da.percentile, needs host arrays.
 _DASK_ARRAYS = (
@@ -160,17 +156,18 @@ class SimulatedArray(NDArrayOperatorsMixin):
         """The device of the array."""
         return self._device
 
-    def __getattr__(self, name: str) -> Any:
-        if name in _KNOWN:
-            return getattr(self._data, name)
-        if name in _PARTS:
-            return _apply(getattr, (self, name), {})
-        if name in _METHODS.split():
-            function = getattr(np.ndarray, name)
-            return lambda *args, **kwargs: _apply(function, (self, *args), kwargs)
-        if name in _ON_HOST:
-            return getattr(self._readable(), name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    # NumPy's, as below. `flags.writeable` is False for a shared copy of a task's input.
+    shape: Any
+    dtype: Any
+    ndim: int
+    size: int
+    itemsize: int
+    nbytes: int
+    strides: Any
+    flags: Any
+    T: Any
+    real: Any
+    imag: Any
 
     @property
     def _pointer(self) -> int:
@@ -199,11 +196,8 @@ class SimulatedArray(NDArrayOperatorsMixin):
                 self._device._backend.calls.work.copy(base, base, 1, LEGACY_STREAM)
         return self._data
 
-    def __bool__(self) -> bool:
-        return bool(self._readable())
-
-    def __index__(self) -> int:
-        return self._readable().__index__()
+    item: Any  # one element as a Python number, and all of them in lists; any device may be current
+    tolist: Any
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         raise TypeError(
@@ -242,7 +236,7 @@ class SimulatedArray(NDArrayOperatorsMixin):
 
     def __sizeof__(self) -> int:
         # dask asks this of an unknown type. The answer has the device's bytes, as CuPy's does.
-        return object.__sizeof__(self) + self._data.nbytes
+        return object.__sizeof__(self) + self.nbytes
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self).asarray, (self._readable(),)
@@ -370,8 +364,33 @@ def _owner(data: _Array) -> _Array:
     return data
 
 
+def _computed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: SimulatedArray, *args: Any, **kwargs: Any) -> Any:
+        return _apply(function, (self, *args), kwargs)
+
+    method.__name__, method.__doc__ = name, f"Like ``numpy.ndarray.{name}``, on the device."
+    return method
+
+
+def _on_host(read: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *args: read(self._readable(), *args)
+
+
+def _number(kind: Callable[[Any], Any], data: _Array) -> Any:
+    return kind(data.item())
+
+
+for _name in _METHODS.split():
+    setattr(SimulatedArray, _name, _computed(_name, getattr(np.ndarray, _name)))
+for _name in ["shape", "dtype", "ndim", "size", "itemsize", "nbytes", "strides", "flags"]:
+    setattr(SimulatedArray, _name, property(attrgetter(f"_data.{_name}")))
+for _name in ["T", "real", "imag"]:
+    setattr(SimulatedArray, _name, property(_computed(_name, attrgetter(_name))))
+for _name in ["item", "tolist", "__index__", "__bool__"]:
+    setattr(SimulatedArray, _name, _on_host(getattr(np.ndarray, _name)))
 for _kind in (float, int, complex):
-    setattr(SimulatedArray, f"__{_kind.__name__}__", lambda self, kind=_kind: kind(self.item()))
+    setattr(SimulatedArray, f"__{_kind.__name__}__", _on_host(partial(_number, _kind)))
+
 
 _registered = False
 
