@@ -111,7 +111,7 @@ class Copying:
         self.begun_at = time.perf_counter()
         memory = memory_of(value) if is_array(value) else None
         dense = memory is not None and value.nbytes <= memory.nbytes * _LARGE
-        dense = dense and value.dtype.names is None and not is_captured(device)
+        dense = dense and value.dtype.kind != "V" and not is_captured(device)
         dense = dense or sent  # then each array arrives in memory of its own
         with device:
             after.hold_back_readers()  # for types that are pickled by their own code
