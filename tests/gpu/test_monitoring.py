@@ -5,7 +5,6 @@ One process has a cluster with both GPUs, and works on one of them while it look
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -46,10 +45,7 @@ def observe(n_workers: int) -> dict[str, Any]:
             computing.append(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
         with dask.annotate(device=0):
             client.submit(lambda x: float(x.sum()), made).result()
-        path = Path(tempfile.mkdtemp()) / "timeline.json"
-        found = timeline(client, path)
-        events = json.loads(path.read_text())["traceEvents"]
-        names = {event["name"] for event in events if event["ph"] == "C"}
+        found = timeline(client, Path(tempfile.mkdtemp()) / "timeline.json")
         return {
             "nvml utilization": computing,
             "utilization": [device.utilization for device in devices],
@@ -58,7 +54,6 @@ def observe(n_workers: int) -> dict[str, Any]:
             "nvml": used,
             "transfers": [[row.transport, row.nbytes] for row in report(client).transfers],
             "tasks": found.tasks,
-            "counters": sorted(names),
         }
 
 
@@ -75,7 +70,6 @@ def test_numbers_are_those_of_nvml(n_workers: int) -> None:
     nbytes = 4 * 4096**2
     ways = {"peer"} if n_workers == 1 else {"ipc", "host"}
     assert any(way in ways and moved == nbytes for way, moved in seen["transfers"])
-    assert any("utilization (%)" in name for name in seen["counters"])
     assert seen["nvml utilization"][1] > 0.5
     if seen["nvml utilization"][0] > 0.5:
         pytest.skip("the GPU that is to be idle has other work")

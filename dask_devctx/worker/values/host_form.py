@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import pickle
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any, Final
 
 from distributed.protocol.serialize import dask_deserialize, dask_serialize
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
+from dask_devctx.transfer import nbytes_by_device
 from dask_devctx.transfer.events import Stamp, hold, is_captured
 from dask_devctx.transfer.ipc import lanes
 from dask_devctx.transfer.ipc.parcel import Parcel, Part, allocate, pack, unpack
@@ -163,6 +167,40 @@ def _from_process(header: dict[str, Any], frames: list[Any]) -> Any:
     return arrived(pickle.loads(header["about"]), frames)
 
 
+def send_as_host_forms(*kinds: type) -> None:
+    """Let dask send values of types as host forms from any process, where they are on devices."""
+
+    def pack(theirs: Any, value: Any) -> tuple[dict[str, Any], list[Any]]:
+        places = nbytes_by_device(value)
+        if not places:
+            return theirs(value)  # type: ignore[no-any-return]
+        work = Stamp.of_devices(places)
+        form = Copying(value, next(iter(places)), work, _new, sent=True).finish()
+        return _to_process(form)  # type: ignore[no-any-return]
+
+    def unpack(theirs: Any, header: dict[str, Any], frames: list[Any]) -> Any:
+        return _from_process(header, frames) if "about" in header else theirs(header, frames)
+
+    for registry, ours in ((dask_serialize, pack), (dask_deserialize, unpack)):
+        for kind in kinds:
+            registry.register(kind, functools.partial(ours, registry.dispatch(kind)))
+
+
+@functools.cache
+def _register_torch() -> None:
+    """Send torch's values so: dask takes the memory of a client's tensors for the host's."""
+    import torch
+
+    import_module("distributed.protocol.torch")  # registers dask's own functions first
+    send_as_host_forms(torch.Tensor, torch.nn.Module)
+
+
+for _registry in (dask_serialize, dask_deserialize):
+    _registry.register_lazy("torch", _register_torch)  # in place of dask's
+if "distributed.protocol.torch" in sys.modules:
+    _register_torch()
+
+
 def arrived(about: About, frames: list[Any]) -> Any:
     """Return a value that left another process as its host form, on the current device."""
     device = Device.current() or Device(0)
@@ -175,6 +213,10 @@ def writeable(frame: Any) -> memoryview:
     """Return the bytes of a frame, copied if they cannot be written to."""
     view = memoryview(frame)
     return memoryview(bytearray(view)) if view.readonly else view
+
+
+def _new(nbytes: int) -> HostBlock:
+    return block_of(memoryview(bytearray(nbytes)))
 
 
 def block_of(frame: memoryview) -> HostBlock:

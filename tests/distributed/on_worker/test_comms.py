@@ -13,11 +13,13 @@ import pytest
 from dask.utils import parse_bytes
 from distributed import Worker
 from distributed.comm import connect
+from distributed.protocol import deserialize, register_generic, serialize
 from distributed.utils_test import async_poll_for
 
 from dask_devctx import Device, DevicePlugin, device_of
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.simulated_array import SimulatedArray
+from dask_devctx.worker.values.host_form import send_as_host_forms
 from tests.distributed.devices import current_context, here, on_cluster, with_plugin
 
 packed: list[int | None] = []
@@ -135,3 +137,28 @@ def test_other_workers_ask_for_as_much_as_dask_is_configured_to(configured: str,
 
     one_worker = on_cluster(1, config={name: configured})
     one_worker(body)()
+
+
+class Box:
+    """Holds an array twice, as a module of torch may."""
+
+    def __init__(self, array: Any) -> None:
+        self.arrays = [array, array]
+
+
+def unbox(box: Box) -> tuple[list[float], bool, Device | None]:
+    one, other = box.arrays
+    return one.tolist(), one is other, device_of(one)
+
+
+def test_what_a_client_scatters_goes_as_a_host_form(machine: SimulatedMachine) -> None:
+    register_generic(Box)  # as dask does for a module of torch
+    send_as_host_forms(Box)
+    with Device(2):
+        on_device = Box(SimulatedArray.asarray(np.arange(3.0)))
+    for box, device in ((on_device, Device(0)), (Box(np.arange(3.0)), None)):
+        header, frames = serialize(box)
+        assert header["serializer"] == "dask"
+        arrived = deserialize(header, [bytes(frame) for frame in frames])
+        assert unbox(arrived)[::2] == ([0.0, 1.0, 2.0], device)
+    assert unbox(deserialize(*serialize(on_device)))[1], "parts are one, as they were"
