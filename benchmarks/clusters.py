@@ -53,10 +53,11 @@ def ours(
     n_devices: int,
     n_workers: int | None,
     limit: Any = "auto",
+    options: dict[str, Any] | None = None,
 ) -> Iterator[Cluster]:
     """``LocalDeviceCluster`` with this number of workers; None for its default number.
 
-    ``limit`` is its limit of device memory.
+    ``limit`` is its limit of device memory; ``options`` are further ones.
     """
     import dask
     from distributed import Client
@@ -74,6 +75,7 @@ def ours(
             memory_limit=0,
             device_memory_limit=limit,
             dashboard_address=":0",
+            **(options or {}),
         ) as cluster,
         Client(cluster) as client,
     ):
@@ -195,6 +197,10 @@ def zeros(library: str, shape: Any, dtype: str) -> Any:
         import cupy
 
         return cupy.zeros(shape, dtype)
+    if library == "numpy":
+        import numpy
+
+        return numpy.zeros(shape, dtype)
     from dask_devctx import SimulatedArray
 
     return SimulatedArray(shape, dtype)

@@ -31,7 +31,7 @@ def ran(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
         *(
             pytest.param(*long, set(), marks=pytest.mark.long)
             for long in (
-                (["page", "jobs", "tasks", "startup", "transfer", "rechunk"], None),
+                (["page", "jobs", "tasks", "startup", "transfer", "between", "rechunk"], None),
                 (["memory"], "host memory and back"),
             )
         ),

@@ -16,6 +16,7 @@ _MODULES = {
     "page": "page",
     "startup": "startup",
     "transfer": "transfer",
+    "between": "between",
     "jobs": "jobs",
     "rechunk": "rechunk",
     "memory": "memory",

@@ -11,15 +11,15 @@ from benchmarks.host import Entry, Host, started
 TITLE = "from GPU to GPU"
 _JUDGED = 2**30
 _BANDWIDTH, _OF_UCXX, _OF_TCP = 0.85, 1.0, 0.02
-_MODULE = "benchmarks.subjects.transfer_hosted"
+MODULE = "benchmarks.subjects.transfer_hosted"
 
 
 def cases(size: Size) -> Iterator[Case]:
     n_devices = 2
     field.n_devices(at_least=n_devices)
-    peers, missing = field.dask_cuda(_MODULE, n_devices)
+    peers, missing = field.dask_cuda(MODULE, n_devices)
     each, one = (
-        Entry(f"dask_devctx, {name}", f"{_MODULE}:ours", (field.library(), n_devices, n_workers))
+        Entry(f"dask_devctx, {name}", f"{MODULE}:ours", (field.library(), n_devices, n_workers))
         for name, n_workers in (("a worker for each GPU", n_devices), ("one worker", 1))
     )
     with started([each, one, *peers]) as (hosts, failed):
@@ -32,7 +32,7 @@ def cases(size: Size) -> Iterator[Case]:
 
 def _inside_a_task(host: Host, nbytes: int, size: Size) -> Case:
     return Case(
-        f"a copy of {_named(nbytes)}{field.where()}",
+        f"a copy of {named(nbytes)}{field.where()}",
         per="copy",
         single=True,
         rounds=None if size.tiny else 21,
@@ -41,11 +41,11 @@ def _inside_a_task(host: Host, nbytes: int, size: Size) -> Case:
         contenders=[
             Contender(
                 "to_device in a task",
-                _several(host, "copy_in_task", nbytes),
+                several(host, "copy_in_task", nbytes),
                 "ours",
                 remark="until the copy is done",
             ),
-            Contender("bare copy", _several(host, "bare_copy", nbytes), remark=_bare()),
+            Contender("bare copy", several(host, "bare_copy", nbytes), remark=_bare()),
         ],
     )
 
@@ -58,17 +58,17 @@ def _round_trip(
         targets[field.TCP] = _OF_TCP
     contenders = [
         entry.contender(
-            _several(host, "round_trip", nbytes),
+            several(host, "round_trip", nbytes),
             role=("ours", "variant", "peer")[min(place, 2)],
             at_most=targets.get(entry.name),
         )
         for place, (entry, host) in enumerate(hosts)
     ]
     bare = Contender(
-        "bare copy", _several(hosts[1][1], "bare_copy", nbytes), "floor", remark=_bare()
+        "bare copy", several(hosts[1][1], "bare_copy", nbytes), "floor", remark=_bare()
     )
     return Case(
-        f"a task on one GPU with an input of {_named(nbytes)} on another, from submission to "
+        f"a task on one GPU with an input of {named(nbytes)} on another, from submission to "
         f"result{field.where()}",
         per="task",
         single=True,
@@ -79,7 +79,7 @@ def _round_trip(
     )
 
 
-def _several(host: Host, method: str, nbytes: int) -> Callable[[int], float]:
+def several(host: Host, method: str, nbytes: int) -> Callable[[int], float]:
     def run(count: int) -> float:
         return sum(float(host.call(method, nbytes)) for _ in range(count))
 
@@ -90,7 +90,7 @@ def _bare() -> str:
     return "SimulatedArray.copy_to" if field.library() == "simulated" else "cudaMemcpyPeerAsync"
 
 
-def _named(nbytes: int) -> str:
+def named(nbytes: int) -> str:
     for scale, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if nbytes >= scale:
             return f"{nbytes // scale} {unit}"

@@ -56,7 +56,7 @@ class Transfers:
         return float(task.result())
 
 
-ours, dask_cuda, _ = clusters.hosted(Transfers)
+ours, dask_cuda, plain = clusters.hosted(Transfers)
 
 
 # -- on the workers
