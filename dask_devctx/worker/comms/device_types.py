@@ -21,6 +21,7 @@ from dask_devctx.transfer.ipc.lanes import FEW
 from dask_devctx.transfer.ipc.parcel import Parcel, Part, Reduce, is_on_device, part_of
 from dask_devctx.transfer.libraries import MODULES, named
 from dask_devctx.transfer.location import memory_of
+from dask_devctx.transfer.traffic import is_dense
 
 _NUMBERS: Final = (int, float, complex, bool, type(None))
 
@@ -28,9 +29,11 @@ _NUMBERS: Final = (int, float, complex, bool, type(None))
 def _find(kind: type) -> Reduce | None:
     """Return the function that pickles a type without its memory on a device, or None.
 
-    There are functions for torch's and JAX's types, and for every type that is registered in
-    distributed's ``cuda_serialize`` and ``cuda_deserialize``.
+    There are functions for the arrays of CuPy, torch and JAX, and for every type that is registered
+    in distributed's ``cuda_serialize`` and ``cuda_deserialize``.
     """
+    if (library := _viewed(kind)) is not None:  # distributed's function would import Numba first
+        return functools.partial(_dense, library)
     libraries = _libraries(kind)
     if "torch" in libraries:
         from dask_devctx.transfer.libraries import torch
@@ -40,8 +43,6 @@ def _find(kind: type) -> Reduce | None:
         from dask_devctx.transfer.libraries import jax
 
         return jax.pickled_by(kind)
-    if kind.__name__ == "SimulatedArray" and libraries & {"dask_devctx"}:
-        return _simulated
     try:
         serialize = cuda_serialize.dispatch(kind)
         cuda_deserialize.dispatch(kind)
@@ -61,8 +62,7 @@ find: Final[Callable[[type], Reduce | None]] = functools.cache(_find)
 
 def _find_views(kind: type) -> Reduce | None:
     """Return the function that pickles a type as views of its allocations, or None."""
-    library = kind.__module__.partition(".")[0]
-    if (library, kind.__name__) in (("cupy", "ndarray"), ("dask_devctx", "SimulatedArray")):
+    if (library := _viewed(kind)) is not None:
         return functools.partial(_view, library)
     found = find(kind)
     if found is not None and {"Tensor"} & {base.__name__ for base in kind.__mro__}:
@@ -80,7 +80,7 @@ def is_array(value: object) -> bool:
 
 def is_by_frames(kind: type) -> bool:
     """Return whether distributed itself has functions for a type that leave it on its device."""
-    return getattr(find(kind), "func", None) is _by_frames
+    return _viewed(kind) == "cupy" or getattr(find(kind), "func", None) is _by_frames
 
 
 def are_few(values: Iterable[object], at_most: int) -> bool:
@@ -124,6 +124,13 @@ def _host_nbytes(part: Any) -> int | None:
     return None
 
 
+def _viewed(kind: type) -> str | None:
+    """Return the library of arrays that another array can be a view of, or None."""
+    library = kind.__module__.partition(".")[0]
+    known = ("cupy", "ndarray"), ("dask_devctx", "SimulatedArray")
+    return library if (library, kind.__name__) in known else None
+
+
 def _libraries(kind: type) -> set[str]:
     return {base.__module__.partition(".")[0] for base in kind.__mro__}
 
@@ -160,6 +167,15 @@ def _address(value: Any) -> int | None:
     return None if said is None else int(said["data"][0] or 0)
 
 
+def _dense(library: str, array: Any, parcel: Parcel) -> Any:
+    if array.dtype.hasobject:
+        return NotImplemented
+    if not is_dense(array.strides, array.shape, array.itemsize):
+        array, parcel.gathered = array.copy(), True
+    at = parcel.add(Part(named(library).pointer(array), array.nbytes, library, None, array))
+    return _as_view, (at, 0, array.shape, array.dtype, array.strides)
+
+
 def _view(library: str, array: Any, parcel: Parcel) -> Any:
     memory = memory_of.find(type(array))(array)
     if memory is None or not memory.base or array.dtype.hasobject:
@@ -181,13 +197,6 @@ def _without_history(found: Reduce, tensor: Any, parcel: Parcel) -> Any:
     if tensor.grad_fn is not None:
         raise TypeError("a tensor with a history (grad_fn) would lose it on the host")
     return found(tensor, parcel)
-
-
-def _simulated(array: Any, parcel: Parcel) -> Any:
-    memory = memory_of.find(type(array))(array)
-    if memory is not None and memory.nbytes != array.nbytes:  # a part of its allocation
-        array = array.copy_to(array.device)
-    return _view("dask_devctx", array, parcel)
 
 
 MODULES["dask_devctx"] = "dask_devctx.simulated_array"
