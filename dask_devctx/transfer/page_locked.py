@@ -11,6 +11,7 @@ write to the pages first, which is four times as fast, and the driver finds them
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import mmap
 import weakref
@@ -22,6 +23,7 @@ from typing import Any, Final
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.errors import DevctxError
+from dask_devctx.transfer.ipc import lanes
 from dask_devctx.transfer.ipc.ranges import Pool, Ranges
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,8 @@ _LEAST_SLAB_NBYTES: Final = 2 * 2**20
 # More threads than these make pages no faster.
 _MAKERS: Final = 8
 _PART_NBYTES: Final = 16 * 2**20
+# One thread copies less than the link carries: the driver takes one, too.
+_COPIERS: Final = 4
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -133,6 +137,26 @@ class PageLockedPool(Pool):
                 error,
             )
             return None
+
+
+@functools.cache
+def _ring(device: Device) -> PageLockedPool:
+    return PageLockedPool(device, _COPIERS * _PART_NBYTES)
+
+
+def copy_ordinary(device: Device, target: int, source: int, nbytes: int) -> None:
+    """Copy ordinary host memory to the device, through page-locked memory in pieces; waits."""
+
+    def copy(offset: int) -> None:
+        size = min(_PART_NBYTES, nbytes - offset)
+        block = _ring(device).take(size)
+        ctypes.memmove(block.address, source + offset, size)
+        with device, lanes.taken(device) as lane:
+            lane.copy_in(target + offset, block.address, size)
+        lanes.finish(lane)
+
+    with ThreadPoolExecutor(_COPIERS, "devctx-memory-pages") as threads:
+        list(threads.map(copy, range(0, nbytes, _PART_NBYTES)))
 
 
 def _pages(nbytes: int) -> mmap.mmap:

@@ -21,7 +21,7 @@ from dask_devctx.transfer.events import Stamp, hold, is_captured
 from dask_devctx.transfer.ipc import lanes
 from dask_devctx.transfer.ipc.parcel import Parcel, Part, allocate, pack, unpack
 from dask_devctx.transfer.location import memory_of
-from dask_devctx.transfer.page_locked import HostBlock
+from dask_devctx.transfer.page_locked import HostBlock, copy_ordinary
 from dask_devctx.worker.comms.device_types import find, find_views, is_array
 
 # The kind and the details of each part, and the number of buffers.
@@ -29,6 +29,8 @@ About = tuple[list[tuple[str, Any]], int]
 _POLL_S: Final = 1e-4
 # A view that is larger than this part of its allocation leaves with all of it.
 _LARGE: Final = 0.5
+# The driver alone is as fast with less of ordinary memory.
+_FEW_NBYTES: Final = 16 * 2**20
 
 
 @dataclass(eq=False, kw_only=True)
@@ -60,7 +62,11 @@ class HostForm(Parcel):
                 # The libraries reuse memory that earlier work in their streams still reads.
                 lane.after_current_streams()
                 for pointer, part in zip(pointers, self.parts, strict=True):
-                    lane.copy_in(pointer, part.pointer, part.nbytes)
+                    if part.owner.is_page_locked or part.nbytes < _FEW_NBYTES:
+                        lane.copy_in(pointer, part.pointer, part.nbytes)
+                    else:
+                        lane.wait()
+                        copy_ordinary(device, pointer, part.pointer, part.nbytes)
             finally:  # after an error, too, copies may be under way
                 stamp = Stamp({device: (lane.reached(),)})
                 hold(stamp, self, memory)

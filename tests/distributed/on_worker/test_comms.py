@@ -162,3 +162,9 @@ def test_what_a_client_scatters_goes_as_a_host_form(machine: SimulatedMachine) -
         arrived = deserialize(header, [bytes(frame) for frame in frames])
         assert unbox(arrived)[::2] == ([0.0, 1.0, 2.0], device)
     assert unbox(deserialize(*serialize(on_device)))[1], "parts are one, as they were"
+    large = np.arange(9 * 2**20 + 3, dtype="u4")
+    with Device(1):
+        header, frames = serialize(Box(SimulatedArray.asarray(large)))
+        arrived = deserialize(header, frames).arrays[0]
+    assert device_of(arrived) is Device(1)
+    assert np.array_equal(arrived.get(), large)
