@@ -91,7 +91,7 @@ def last(value: SimulatedArray) -> tuple[float, bool]:
 def is_away(key: str, dask_worker: Worker) -> bool:
     """Whether a value has left its device for host memory."""
     data: Any = dask_worker.data
-    return bool(data.peek(key).is_away)
+    return any(value.is_away for value in data.values_of([key]))
 
 
 def paused() -> str | None:

@@ -239,10 +239,10 @@ async def _staged(
 
 def _work(store: Store, key: Hashable, devices: Collection[Device]) -> Stamp:
     """Return the stamp of the work that makes a value on devices."""
-    value = store.peek(key)
-    stamp: Stamp | None = value.stamp if value.__class__ is Value else None
-    is_known = stamp is not None and all(device in stamp.devices for device in devices)
-    return stamp if stamp is not None and is_known else Stamp.of_devices(devices)
+    for value in store.values_of([key]):
+        if value.stamp is not None and {*devices} <= {*value.stamp.devices}:
+            return value.stamp
+    return Stamp.of_devices(devices)
 
 
 def _message(msg: Message, sending: Sending, parcels: Parcels) -> Message:

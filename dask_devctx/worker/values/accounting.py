@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Final
 
 from dask.utils import parse_bytes
@@ -100,21 +100,20 @@ class Account:
         shared = {memory: [*_living(entries)] for memory, entries in blocks if len(entries) > 1}
         stays = {memory for memory, values in shared.items() if not all(map(may_leave, values))}
         small = self.limit * _SMALL
-        idle: list[tuple[Any, int, Value]] = []
+        idle: list[tuple[Any, Value]] = []
         needed, last = idle[:], idle[:]
-        for value in self.values():
-            if may_leave(value) and stays.isdisjoint(memories_of(value)):
+        for value in sorted(self.values(), key=attrgetter("touched")):
+            under = value.entry.memories
+            if may_leave(value) and stays.isdisjoint(under):
                 use = next_use(value.key)
-                rest = last if sum(m.nbytes for m in memories_of(value)) < small else idle
-                (rest if use is None else needed).append((use, value.touched, value))
-        needed.sort(key=lambda one: one[:2], reverse=True)
-        for some in (idle, last):
-            some.sort(key=itemgetter(1))
+                rest = last if sum(memory.nbytes for memory in under) < small else idle
+                (rest if use is None else needed).append((use, value))
+        needed.sort(key=itemgetter(0), reverse=True)
         found: dict[Value, None] = {}
-        for *_, value in (*idle, *needed, *last):
+        for _, value in (*idle, *needed, *last):
             if value not in found:
                 found[value] = None
-                for memory in shared.keys() & memories_of(value):
+                for memory in shared.keys() & value.entry.memories:
                     found.update(dict.fromkeys(shared[memory]))
         return [*found]
 
@@ -126,11 +125,6 @@ def _living(entries: Iterable[Entry]) -> Iterator[Value]:
 def may_leave(value: Value) -> bool:
     """Return whether a value may be spilled now."""
     return not (value.pins or value.fresh or value.stays or value.is_away)
-
-
-def memories_of(value: Value) -> frozenset[Memory]:
-    """Return the allocations of a value that is counted."""
-    return frozenset() if value.entry is None else value.entry.memories
 
 
 class Accounts(dict[Device, Account]):

@@ -15,6 +15,7 @@ from collections.abc import (
 )
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from itertools import chain
 from typing import Any, Final
 
 from distributed import Status, Worker
@@ -38,6 +39,8 @@ _EXECUTE: Final = inspect.unwrap(Worker.execute).__code__
 _IN_RAW: Final = object()
 _ON_HOST: Final = object()
 _dict: Final[Any] = dict
+# Less host memory of a value beside its device memory is not counted.
+_LITTLE_NBYTES: Final = 64 * 2**10
 # How often memory that finished work has read is released, if no other values move.
 _RELEASE_S: Final = 0.5
 
@@ -84,7 +87,7 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
     def give_back(self) -> MutableMapping[Any, Any]:
         """Return the data without the plugin: this, while values are in host memory or on disk."""
         self.open = False
-        for value in self.on_devices():
+        for value in [one for one in _dict.values(self) if one.__class__ is Value]:
             whole = value.value  # read once: a thread may just be moving it
             if whole is AWAY:
                 self.moved(value)
@@ -92,12 +95,8 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
                 self.raw[value.key] = whole
                 _dict.__setitem__(self, value.key, _IN_RAW)
         on_disk = len(getattr(self.raw, "slow", ()))  # some may be of devices
-        away = any(value.__class__ is Value for value in self._in_memory.values())
-        return self if self.on_devices() or on_disk or away else self.raw
-
-    def on_devices(self) -> list[Value]:
-        """Return the values of which dask's own mapping knows nothing."""
-        return [value for value in _dict.values(self) if value.__class__ is Value]
+        others = chain(_dict.values(self), self._in_memory.values())
+        return self if on_disk or any(one.__class__ is Value for one in others) else self.raw
 
     # -- a mapping
 
@@ -110,9 +109,8 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
         if value.spill is None:  # read from disk
             self.spill.add(value)
         if SENDING.get():
-            with self.spill.lock:
-                value.touched = next(numbers)
-                return value if value.value is AWAY else value.value
+            value.touched, whole = next(numbers), value.value
+            return value if whole is AWAY else whole
         if self.open and sys._getframe(1).f_code is _EXECUTE:
             return value
         return self.spill.read(value)
@@ -187,7 +185,7 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
 
     def _put(self, value: Value) -> None:
         """Store a value that is on devices: with dask's own if it has much host memory, too."""
-        if value.has_host_memory and self._shows:
+        if self._shows and value.__sizeof__() > _LITTLE_NBYTES:
             self.raw[value.key] = value  # dask counts the host memory, and writes it to disk
             _dict.__setitem__(self, value.key, _IN_RAW)
         else:
@@ -197,22 +195,18 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
         """Return whether a value's type may hold arrays, and this value holds none."""
         return _dict.get(self, key) is _ON_HOST
 
-    def peek(self, key: Hashable) -> Any:
-        """Return what is in memory: a :class:`Value` or host data; None for what is on disk."""
-        value = _dict.get(self, key)
-        if value.__class__ is not Value:
-            value = self._in_memory.get(key)
-            if value.__class__ is Value and value.spill is None:
-                self.spill.add(value)
-        return value
-
     def values_of(self, keys: Iterable[Hashable]) -> list[Value]:
-        """Return those of some keys' values that are known to be on devices, or were."""
+        """Return those of some keys' values that are known to be on devices, or were.
+
+        Those on disk are left out.
+        """
         found = []
         for key in keys:
             value = _dict.get(self, key)
             if value is _IN_RAW:
-                value = self.peek(key)
+                value = self._in_memory.get(key)
+                if value.__class__ is Value and value.spill is None:  # read from disk
+                    self.spill.add(value)
             if value.__class__ is Value:
                 found.append(value)
         return found

@@ -15,13 +15,12 @@ from distributed.sizeof import safe_sizeof
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.errors import DevctxError
-from dask_devctx.transfer import Stamp, walk
+from dask_devctx.transfer import Stamp
 from dask_devctx.transfer.location import Memory
 from dask_devctx.worker.values.host_form import HostForm, arrived
 
 # The `value` of one in host memory.
 AWAY: Final = object()
-_LITTLE_NBYTES: Final = 64 * 2**10
 _POLL_S: Final = 0.001
 
 
@@ -61,7 +60,7 @@ class Value:
         self.nbytes = nbytes  # by device; empty in host memory
         self.stamp = stamp  # of the work that makes it, or of the copy that restored it
         self.spill: Any = None  # the `Spill` that counts it
-        self.entry: Entry | None = None  # what is counted for it
+        self.entry: Any = None  # the `Entry` that counts it
         # The value in host memory; kept while it is on the device again and this is right.
         self.form: HostForm | None = None
         self.touched = 0  # grows with each use
@@ -83,14 +82,6 @@ class Value:
             self.stamp = Stamp.of_devices(self.nbytes)
         return self.stamp
 
-    @property
-    def has_host_memory(self) -> bool:
-        """Whether the value has more than a little host memory beside its device memory."""
-        value = self.value
-        if value is AWAY or walk.find(value.__class__) is walk.LEAF:
-            return False
-        return self.__sizeof__() > _LITTLE_NBYTES
-
     def __sizeof__(self) -> int:
         # dask asks for it: only host memory counts towards the worker's limit.
         while (value := self.value) is AWAY:
@@ -101,9 +92,7 @@ class Value:
 
     def host_form(self) -> HostForm:
         """Return the value's host form, which is made if the value is on its device."""
-        form, spill = self.form, self.spill
-        if form is None:
-            form = spill.copied(self)
+        form: HostForm = self.form or self.spill.copied(self)
         return form
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -39,7 +39,7 @@ def one_value(**how: Any) -> Iterator[tuple[Client, Future, Any, Any, Value]]:
         made = client.submit(full, 1, pure=False)
         wait(made)
         worker = worker_of(client)
-        yield client, made, worker.data.spill, worker, worker.data.peek(made.key)
+        yield client, made, worker.data.spill, worker, *worker.data.values_of([made.key])
 
 
 def used(memory: Any) -> Any:
@@ -94,8 +94,8 @@ def test_a_value_that_was_released_comes_back_under_a_key_that_has_another_value
         wait(first)
         worker = worker_of(client)
         memory_of(client).spill_all(Device(0))
-        poll_for(lambda: worker.data.peek("k").is_away, timeout=10)
-        kept = worker.data.peek("k")
+        (kept,) = worker.data.values_of(["k"])
+        poll_for(lambda: kept.is_away, timeout=10)
         first.release()
         poll_for(lambda: "k" not in worker.data, timeout=10)
         with dask.annotate(device=1):
