@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -28,7 +27,7 @@ from dask_devctx.errors import DevctxError, DriverError
 from dask_devctx.transfer import nbytes_by_device, release_held, walk
 from dask_devctx.transfer.ipc.sending import Staging
 from dask_devctx.transfer.page_locked import PageLockedPool
-from dask_devctx.worker.threads.executors import near_cpus
+from dask_devctx.worker.threads.executors import keep_to, near_cpus
 from dask_devctx.worker.values.accounting import (
     Account,
     Accounts,
@@ -252,10 +251,7 @@ class Spill:
 
     def _keep_below(self, account: Account) -> None:
         """Spill values of a device whenever more than the limit comes near."""
-        cpus = near_cpus(account.device.info.cpu_affinity)
-        if cpus:
-            with suppress(OSError):
-                os.sched_setaffinity(0, cpus)
+        keep_to(near_cpus(account.device.info.cpu_affinity), threading.current_thread())
         while self.open and not account.failed:
             with self.lock:
                 self.accounts.settle()
