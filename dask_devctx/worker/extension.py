@@ -106,7 +106,6 @@ class DeviceExtension:
                 lambda: self.store,
                 traffic,
                 make_room=lambda device: self.store and self.store.spill.clear(device),
-                on_failure=self.monitor.noticed_between,
                 has_failed=self.monitor.has_failed,
             )
             steps.enter_context(exchanging(self.peers))

@@ -163,7 +163,7 @@ def _in_host_memory(
             copying = partial(Copying, value, device, work[key], spill.pool.take, sent=True)
             found[key] = Serialize(spill.allocated(device, there[device], copying).finish())
         except Exception as error:
-            if local.failed(device, error):
+            if local.has_failed():
                 raise CommClosedError(f"the device failed: {error}") from error
             logger.debug("%r goes as dask sends it", key, exc_info=True)
     return found
@@ -173,7 +173,7 @@ def _why_not_staged(local: PeerTransfers, error: Exception, who: str, device: De
     """Return the reason why dask sends some values; raise `CommClosedError` if a device failed."""
     if isinstance(error, _NotStagedError):
         return str(error)
-    if local.failed(device, error):
+    if local.has_failed():
         raise CommClosedError(f"the device failed: {error}") from error
     staging = local.stagings[device]
     refused = staging.refused

@@ -15,8 +15,6 @@ from distributed import Status, Worker
 
 from dask_devctx.config.options import Options, is_ucx
 from dask_devctx.cuda.device import Device
-from dask_devctx.driver import statuses
-from dask_devctx.errors import DevctxError, DriverError
 from dask_devctx.transfer.ipc.receiving import OpenedBuffers, Receiving
 from dask_devctx.transfer.ipc.sending import Sending, Staging
 from dask_devctx.transfer.traffic import TrafficCounts
@@ -58,7 +56,6 @@ class PeerTransfers:
     store: Callable[[], Store | None]  # the values; None without devices
     traffic: TrafficCounts
     make_room: Callable[[Device], object]  # called with a device that has no memory left
-    on_failure: Callable[[Device, DriverError], object]
     has_failed: Callable[[], bool]  # whether a device of the worker has failed
     opened: OpenedBuffers = field(default_factory=OpenedBuffers)
     # The workers that may have this one's memory open; some may have left the cluster.
@@ -115,22 +112,6 @@ class PeerTransfers:
             transfer.finish(is_done=True)
         else:
             await self.run(transfer.finish)
-
-    def failed(self, device: Device, error: Exception) -> bool:
-        """Return whether an error means that a device, or CUDA here, has failed; then say so."""
-        if not isinstance(error, DriverError):
-            return False
-        if error.code not in statuses.STICKY:
-            if error.code not in statuses.GONE:
-                return False
-            try:
-                with device:
-                    device._backend.calls.work.probe()
-                return False
-            except DevctxError:
-                pass
-        self.on_failure(device, error)
-        return True
 
     # -- other workers' memory
 
