@@ -103,9 +103,8 @@ class DeviceExtension:
                 used,
                 options,
                 self.limits,
-                lambda: self.store,
+                lambda: self.store,  # type: ignore[arg-type, return-value]
                 traffic,
-                make_room=lambda device: self.store and self.store.spill.clear(device),
                 has_failed=self.monitor.has_failed,
             )
             steps.enter_context(exchanging(self.peers))
@@ -195,13 +194,8 @@ class DeviceExtension:
 
     def _counts(self, device: Device) -> dict[str, int | None]:
         """Return the counts of a device that its tasks' record does not have."""
-        counts: dict[str, int | None] = {
-            "out_of_memory": self.monitor.retries.counted[device],
-            "staging": self.peers.staging_nbytes(device),
-        }
-        if self.store is not None:
-            counts |= self.store.spill.counts(device)
-        return counts
+        counts = {} if self.store is None else self.store.spill.counts(device)
+        return {"out_of_memory": self.monitor.retries.counted[device], **counts}
 
     def _moved_bytes(self, device: Device, nbytes: int, seconds: float, back: bool) -> None:
         ends = ("host", device.uuid) if back else (device.uuid, "host")

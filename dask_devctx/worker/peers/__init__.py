@@ -48,7 +48,9 @@ def exchanging(transfers: PeerTransfers) -> Iterator[None]:
             steps.enter_context(larger_messages(worker, min(_MESSAGE_NBYTES, most)))
         steps.enter_context(tasks_fail_with_unread_inputs(worker))
         steps.enter_context(asking_by(worker, partial(receive.ask, transfers)))
-        steps.enter_context(wrapped_handler(worker, "get_data", partial(send.answering, transfers)))
+        if transfers.devices:
+            answer = partial(send.answering, transfers)
+            steps.enter_context(wrapped_handler(worker, "get_data", answer))
         looking.start()
         steps.callback(looking.stop)
         yield

@@ -13,7 +13,7 @@ from typing import Any
 from distributed.comm import CommClosedError
 from distributed.core import clean_exception
 
-from dask_devctx.cuda.out_of_memory import allocated, clear_frames, is_out_of_memory
+from dask_devctx.cuda.out_of_memory import clear_frames, is_out_of_memory
 from dask_devctx.dask_internals.connections import UNREAD, data_of
 from dask_devctx.errors import DevctxError, DriverError
 from dask_devctx.transfer.ipc.parcel import unpack
@@ -50,9 +50,8 @@ async def ask(
     # side still waits for the confirmation: it takes the next request for this confirmation, and
     # both sides wait without end.
     request = {"op": "get_data", "keys": keys, "who": who, "reply": True}
-    said, store = local.transport.says(worker), local.store()
-    if who and store is not None:  # values may arrive in host memory: the store restores them
-        request["who"] = f"{who}{SAYS}{said}"
+    if who and local.devices:  # values may arrive in host memory: the store restores them
+        request["who"] = f"{who}{SAYS}{local.transport.says(worker)}"
     if deserializers := deserializers or rpc.deserializers:
         request["serializers"] = deserializers
     local.under_way += 1
@@ -133,11 +132,10 @@ async def _complete(local: PeerTransfers, address: str, msg: Message) -> None:
                 except Exception as error:
                     unread[key] = error
 
-    store = local.store()
-    room = None if store is None else store.spill
+    spill = local.store().spill
     try:
-        if room is not None and not room.make_room(device, receiving.nbytes, wait=False):
-            await local.run(room.make_room, device, 0)
+        if not spill.make_room(device, receiving.nbytes, wait=False):
+            await local.run(spill.make_room, device, 0)
         await _arrive(local, receiving, unpacked)
     except Exception as error:
         opening = isinstance(error, DriverError) and error.function == "cuIpcOpenMemHandle"
@@ -153,8 +151,7 @@ async def _complete(local: PeerTransfers, address: str, msg: Message) -> None:
             await local.close_memory_of(address)
             raise ReadThroughHostError from error
     finally:
-        if room is not None:
-            room.give_room(device, receiving.nbytes)
+        spill.give_room(device, receiving.nbytes)
     for key, why in unread.items():
         _could_not_be_read(key, why, address, failed=local.has_failed())
     if len(unread) < len(arriving):
@@ -164,8 +161,8 @@ async def _complete(local: PeerTransfers, address: str, msg: Message) -> None:
 
 async def _arrive(local: PeerTransfers, receiving: Receiving, unpacked: Callable[[], None]) -> None:
     def all_at_once() -> None:  # each change of threads takes time
-        room = lambda: local.make_room(receiving.device)  # noqa: E731
-        allocated(receiving.allocate, room, room)
+        spill = local.store().spill
+        spill.allocated(receiving.device, receiving.nbytes, receiving.allocate)
         if receiving.nbytes:
             receiving.start()
             receiving.finish()

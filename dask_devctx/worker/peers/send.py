@@ -51,8 +51,8 @@ def answering(local: PeerTransfers, get_data: Callable[..., Any]) -> Callable[..
 
     async def answer(comm: Any, keys: Any, who: str | None = None, serializers: Any = None) -> Any:
         asking = _Asking(local, comm, who if isinstance(who, str) else "")
-        if asking.inside and (store := local.store()) is not None:
-            await readable(store.values_of(keys))
+        if asking.inside:
+            await readable(local.store().values_of(keys))
         token = SENDING.set(not asking.inside)
         try:
             who = asking.address or None
@@ -113,8 +113,6 @@ async def _prepared(
     All others on devices are in host memory, but those that UCX carries.
     """
     store, who, data = local.store(), asking.address, msg["data"]
-    if store is None:
-        return msg, None
     reason, places = local.transport.why_not(asking.said), _on_devices(data, local.devices, store)
     work = {  # without values in host memory
         key: _work(store, key, there)
@@ -147,8 +145,7 @@ def _in_host_memory(
     work: Mapping[Hashable, Stamp],
 ) -> dict[Hashable, Any]:
     """Return the values of an answer in host memory, without those that dask sends as they are."""
-    spill: Any = local.store().spill  # type: ignore[union-attr]
-    found: dict[Hashable, Any] = {}
+    spill, found = local.store().spill, dict[Hashable, Any]()
     for key, there in places.items():
         value, device = data[key].data, next(iter(there))
         if key not in work:

@@ -53,9 +53,8 @@ class PeerTransfers:
     devices: Sequence[Device]
     options: Options
     limits: Mapping[Device, int]
-    store: Callable[[], Store | None]  # the values; None without devices
+    store: Callable[[], Store]  # the values; only with devices
     traffic: TrafficCounts
-    make_room: Callable[[Device], object]  # called with a device that has no memory left
     has_failed: Callable[[], bool]  # whether a device of the worker has failed
     opened: OpenedBuffers = field(default_factory=OpenedBuffers)
     # The workers that may have this one's memory open; some may have left the cluster.
@@ -136,25 +135,17 @@ class PeerTransfers:
         """The bytes of staging memory that hold values on their way."""
         return sum(staging.taken for staging in self.stagings.values())
 
-    def staging_nbytes(self, device: Device) -> int:
-        """Return the bytes of a device that are allocated as staging memory."""
-        staging = self.stagings.get(device)
-        return 0 if staging is None else staging.nbytes
-
-    def free_staging(self, device: Device) -> int:
-        """Free the staging memory of a device that ran out of memory; return the freed bytes.
+    def free_staging(self, device: Device) -> None:
+        """Free the staging memory of a device that ran out of memory.
 
         The thread of a task waits for it, the event loop does not.
         """
-        before = self.staging_nbytes(device)
-        if not before:
-            return 0
-        again = self.give_back([self.stagings[device]])
-        done = asyncio.run_coroutine_threadsafe(again, self._loop)
-        if threading.get_ident() != self._thread:
-            with suppress(TimeoutError):
-                done.result(_CLOSE_TIMEOUT_S)
-        return before - self.staging_nbytes(device)
+        staging = self.stagings.get(device)
+        if staging is not None and staging.nbytes:
+            done = asyncio.run_coroutine_threadsafe(self.give_back([staging]), self._loop)
+            if threading.get_ident() != self._thread:
+                with suppress(TimeoutError):
+                    done.result(_CLOSE_TIMEOUT_S)
 
     async def give_back_unused(self) -> None:
         """Free staging memory that was long unused."""

@@ -456,8 +456,9 @@ class Spill:
         """Return the counts of a device."""
         with self.lock:
             self.accounts.settle()
-            copies = {"copies": self.copies.there[device].nbytes}
-            return vars(self.accounts[device].counts) | copies
+            staging = self.stagings[device].nbytes if self.stagings else 0
+            beside = {"copies": self.copies.there[device].nbytes, "staging": staging}
+            return vars(self.accounts[device].counts) | beside
 
     def wait_for_all(self, device: Device) -> None:
         """Wait for the copy ahead that is under way, and a moment until dask has all results."""

@@ -67,7 +67,7 @@ def device_nbytes(dask_worker: Worker) -> int:
     """The bytes that a worker's process has on its devices, without staging memory."""
     gc.collect()
     extension = dask_worker.plugins["devctx"].extension
-    staging = sum(map(extension.peers.staging_nbytes, extension.placement.devices))
+    staging = sum(one.nbytes for one in extension.peers.stagings.values())
     return sum(gpu.used_memory for gpu in driver.backend().machine.gpus) - staging
 
 
