@@ -151,9 +151,6 @@ class DeviceCounts:
         How many values came back from the host to the device, and their bytes.
     memory_staging
         The bytes of staging memory for other workers; None if they are not counted.
-    spills_for_retries
-        How many of the ``spills`` made room for a task, or for an arriving value, that found no
-        memory.
     power_w, temperature
         The watts and the degrees Celsius, by NVML; None if it does not know them.
     tasks_now
@@ -164,7 +161,6 @@ class DeviceCounts:
     SUMS: ClassVar = (
         *("done", "failed", "busy_s", "occupied_s", "slot_s", "inputs_s", "memory_s"),
         *("out_of_memory", "spills", "spilled_nbytes", "unspills", "unspilled_nbytes"),
-        "spills_for_retries",
     )
 
     device_id: int = -1
@@ -194,7 +190,6 @@ class DeviceCounts:
     unspills: int = 0
     unspilled_nbytes: int = 0
     memory_staging: int | None = None
-    spills_for_retries: int = 0
     power_w: float | None = None
     temperature: float | None = None
     tasks_now: tuple[str, ...] = ()

@@ -51,7 +51,6 @@ class Counts:
     spilled_nbytes: int = 0
     unspills: int = 0
     unspilled_nbytes: int = 0
-    spills_for_retries: int = 0
 
 
 class Account:

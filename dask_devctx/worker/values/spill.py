@@ -176,7 +176,7 @@ class Spill:
         if not self.open:
             return 0
         with account.spilling:
-            freed = self._leave(account, account.limit, for_retry=True)
+            freed = self._leave(account, account.limit)
         release_held()
         return freed
 
@@ -270,7 +270,7 @@ class Spill:
 
     # -- to the host
 
-    def _leave(self, account: Account, wanted: float, *, for_retry: bool = False) -> int:
+    def _leave(self, account: Account, wanted: float) -> int:
         """Spill values of so many bytes, others in the place of one that fails; return the bytes.
 
         Only the thread that has ``account.spilling`` may call it.
@@ -286,19 +286,19 @@ class Spill:
                 more = freed + soon < wanted and not account.failed
                 if values and more and len(moving) < _AT_A_TIME:
                     value = values.popleft()
-                    if value.form is not None:  # it is still right
-                        freed += self._gone(account, value, value.form, for_retry)
+                    if (form := value.form) is not None:  # it is still right
+                        freed += self._gone(account, value, form)
                     elif may_leave(value):
                         with self._noting(account.device, value):
                             work, take = value.work(), self.pool.take
                             moving.append((value, Copying(value.value, account.device, work, take)))
                 elif moving:
                     value, copying = moving[0]
-                    form = None
                     with self._noting(account.device, value):
                         form = copying.finish()
-                    took = perf_counter() - max(copying.begun_at, free_at)
-                    freed += self._gone(account, value, form, for_retry, took)
+                        took = perf_counter() - max(copying.begun_at, free_at)
+                        self._moved_bytes(account.device, form.nbytes, took, False)
+                        freed += self._gone(account, value, form)
                     free_at = perf_counter()
                     moving.popleft()
                     with self.lock:
@@ -322,22 +322,12 @@ class Spill:
         priorities = (dep.priority for dep in of_those if dep.state in _NEED_INPUTS)
         return min((one for one in priorities if one is not None), default=None)
 
-    def _gone(
-        self,
-        account: Account,
-        value: Value,
-        form: HostForm | None,
-        for_retry: bool,
-        seconds: float | None = None,
-    ) -> int:
-        """Let a value go that is in host memory, too; return the bytes that this frees.
-
-        ``seconds`` are those of the copy, if there was one.
-        """
+    def _gone(self, account: Account, value: Value, form: HostForm) -> int:
+        """Let a value go that is in host memory, too; return the bytes that this frees."""
         device, counts = account.device, account.counts
         with self.lock:
             # A task may need it now, or another plugin may have moved it.
-            if form is None or not may_leave(value):
+            if not may_leave(value):
                 return 0
             whole, before = value.value, counts.held
             form.home, value.form = device, form
@@ -346,11 +336,8 @@ class Spill:
             freed = before - counts.held
             counts.spills += 1
             counts.spilled_nbytes += form.nbytes
-            counts.spills_for_retries += for_retry
-            over = account.used + counts.spilled > account.limit and not for_retry
+            over = account.used + counts.spilled > account.limit
         del whole  # frees the memory
-        if seconds is not None:
-            self._moved_bytes(device, form.nbytes, seconds, False)
         if over and not self._told:
             self._told = True
             logger.warning(  # once: dask shows no lines of a lower level
