@@ -215,15 +215,8 @@ class Spill:
 
         From host memory it is restored on the device, or on the one that it left.
         """
-        with self.lock:
-            value.touched = next(numbers)
-            value.pins += 1
-            whole = value.value
-        try:
-            return self._restored(value, device) if whole is AWAY else whole
-        except BaseException:
-            self.unpin([value])
-            raise
+        whole = self.pin_if_here(value)
+        return self._restored(value, device) if whole is AWAY else whole
 
     def unpin(self, values: Iterable[Value]) -> None:
         """Let values be spilled again."""
@@ -378,9 +371,9 @@ class Spill:
     # -- restored
 
     def _restored(self, value: Value, device: Device | None) -> Any:
-        """Return a value on a device. One thread restores it; others that need it wait."""
+        """Return a value on a device, pinned. One thread restores it; others that need it wait."""
         with value.moving:
-            form, found = value.form, value.value
+            form, found = value.form, self.pin_if_here(value)
             if found is not AWAY:
                 return found
             assert form is not None
@@ -394,6 +387,7 @@ class Spill:
                 under = allocations(whole, nbytes)
                 with self.lock:
                     value.nbytes, value.stamp = nbytes, stamp
+                    value.pins += 1
                     value.value = whole  # last: a task may see it now
                     assert value.spill is not None
                     value.spill.accounts.count(value, under)
