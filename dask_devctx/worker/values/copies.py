@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Final
+from typing import Any
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import allocated
@@ -19,12 +19,10 @@ from dask_devctx.errors import DevctxError
 from dask_devctx.transfer import Stamp, hold, nbytes_by_device, release_held
 from dask_devctx.transfer.move import Move
 from dask_devctx.transfer.traffic import TrafficCounts, timing
+from dask_devctx.worker.values.host_form import wait_for
 from dask_devctx.worker.values.value import AWAY, Value
 
 logger = logging.getLogger(__name__)
-
-# How often a task that ran out of memory checks whether the readers of dropped copies are done.
-_LOOK_INTERVAL_S: Final = 0.001
 
 # The copies among a task's inputs, each with its value.
 Used = list[tuple[Value, Any]]
@@ -208,8 +206,8 @@ class Copies:
         if nbytes is None and threading.get_ident() != self._event_loop:
             # A copy that is being read frees its memory when the read is done.
             with suppress(DevctxError):
-                while not all(use.done() for use in uses):
-                    time.sleep(_LOOK_INTERVAL_S)
+                for use in uses:
+                    wait_for(use)
         if dropped or nbytes is None:
             release_held()
         return dropped
