@@ -21,7 +21,7 @@ from dask_devctx.transfer.events import Stamp, hold, is_captured
 from dask_devctx.transfer.ipc import lanes
 from dask_devctx.transfer.ipc.parcel import Parcel, Part, allocate, pack, unpack
 from dask_devctx.transfer.location import memory_of
-from dask_devctx.transfer.page_locked import HostBlock, copy_ordinary
+from dask_devctx.transfer.page_locked import HostBlock, PageLockedPool, copy_ordinary
 from dask_devctx.worker.comms.device_types import find, find_views, is_array
 
 # The kind and the details of each part, and the number of buffers.
@@ -180,8 +180,9 @@ def send_as_host_forms(*kinds: type) -> None:
         places = nbytes_by_device(value)
         if not places:
             return theirs(value)  # type: ignore[no-any-return]
-        work = Stamp.of_devices(places)
-        form = Copying(value, next(iter(places)), work, _new, sent=True).finish()
+        work, device = Stamp.of_devices(places), next(iter(places))
+        take = PageLockedPool(device, 0).take  # ordinary memory
+        form = Copying(value, device, work, take, sent=True).finish()
         return _to_process(form)  # type: ignore[no-any-return]
 
     def unpack(theirs: Any, header: dict[str, Any], frames: list[Any]) -> Any:
@@ -219,10 +220,6 @@ def writeable(frame: Any) -> memoryview:
     """Return the bytes of a frame, copied if they cannot be written to."""
     view = memoryview(frame)
     return memoryview(bytearray(view)) if view.readonly else view
-
-
-def _new(nbytes: int) -> HostBlock:
-    return block_of(memoryview(bytearray(nbytes)))
 
 
 def block_of(frame: memoryview) -> HostBlock:
