@@ -45,7 +45,6 @@ from dask_devctx.worker.threads.executors import device_threads, threads_without
 from dask_devctx.worker.threads.garbage import short_collections
 from dask_devctx.worker.values.accounting import limit_nbytes
 from dask_devctx.worker.values.store import Store, storing
-from dask_devctx.worker.values.use import register_nodes
 
 # A child of dask's own: it is a line of the worker's log as dask's own are.
 _of_worker = logging.getLogger("distributed.worker.dask_devctx")
@@ -91,7 +90,6 @@ class DeviceExtension:
                 synchronize=options.synchronize,
             )
             steps.callback(self.monitor.close)
-            register_nodes()
             traffic = self.traffic = TrafficCounts()
             traffic.on_copy, self.history.refresh = self.history.copied, traffic.measure
             steps.enter_context(metric(worker, TRAFFIC, lambda worker: traffic.rows()))

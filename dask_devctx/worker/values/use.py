@@ -211,7 +211,5 @@ def may_hold_arrays(task: Any) -> bool:
     return False
 
 
-def register_nodes() -> None:
-    """Register dask's nodes, so that arrays in them are found."""
-    for kind, parts in NODE_PARTS.items():
-        walk.register_parts(kind, parts)
+for _kind, _parts in NODE_PARTS.items():
+    walk.register_parts(_kind, _parts)
