@@ -121,10 +121,9 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
             del self[key]
         if whole.__class__ is Value:  # it comes from another worker, in host memory
             self.spill.add(whole)
-            if not self._shows:
-                _dict.__setitem__(self, key, whole)
-                return
-        elif (found := walk.find(whole.__class__)) is not None:
+            self._put(whole)
+            return
+        if (found := walk.find(whole.__class__)) is not None:
             value = self.made.pop(key, None)
             if value is None or value.value is not whole:
                 value = self._new(key, whole)
@@ -184,8 +183,8 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
         return value
 
     def _put(self, value: Value) -> None:
-        """Store a value that is on devices: with dask's own if it has much host memory, too."""
-        if self._shows and value.__sizeof__() > _LITTLE_NBYTES:
+        """Store a value: with dask's own if it is in host memory, or has much of that beside."""
+        if self._shows and (value.is_away or value.__sizeof__() > _LITTLE_NBYTES):
             self.raw[value.key] = value  # dask counts the host memory, and writes it to disk
             _dict.__setitem__(self, value.key, _IN_RAW)
         else:
@@ -221,15 +220,10 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
 
     def moved(self, value: Value) -> None:
         """Show dask a value that was spilled as host data, or no longer; on the event loop."""
-        if not self._shows:
-            return
-        key = value.key
-        is_mine, in_raw = _dict.get(self, key) is value, self._in_memory.get(key) is value
-        if value.is_away and (is_mine or in_raw):
-            self.raw[key] = value  # dask counts it, and may write it to disk
-            _dict.__setitem__(self, key, _IN_RAW)
-        elif in_raw:
-            del self.raw[key]
+        in_raw = self._in_memory.get(value.key) is value
+        if in_raw:
+            del self.raw[value.key]
+        if in_raw or _dict.get(self, value.key) is value:
             self._put(value)
 
 
