@@ -50,7 +50,7 @@ def answering(local: PeerTransfers, get_data: Callable[..., Any]) -> Callable[..
     """Return the handler of requests for values, around dask's own."""
 
     async def answer(comm: Any, keys: Any, who: str | None = None, serializers: Any = None) -> Any:
-        asking = _Asking(local, comm, who if isinstance(who, str) else "")
+        asking = _Asking(local, comm, who or "")
         if asking.inside:
             await readable(local.store().values_of(keys))
         token = SENDING.set(not asking.inside)
@@ -264,8 +264,7 @@ def _on_devices(data: Mapping[Hashable, Any], devices: Sequence[Device], store: 
         value = wrapped.data
         if value.__class__ is Value:
             form = value.host_form()
-            home = form.home if form.home in devices else devices[0]
-            found[key] = {home: form.nbytes}
+            found[key] = {form.home: form.nbytes}
             continue
         if store.is_host_data(key) and find(type(value)) is None:
             continue
@@ -289,8 +288,7 @@ def _packed(values: Mapping[Hashable, Any], device: Device, stamps: Collection[S
             for stamp in stamps:
                 stamp.hold_back_readers()  # for copies that the packing makes
         for key, value in values.items():
-            is_away = value.__class__ is Value
-            parcel = value.host_form() if is_away else pack(value, find)
+            parcel = value.host_form() if value.__class__ is Value else pack(value, find)
             if parcel.parts:
                 parcels[key] = parcel
     return parcels

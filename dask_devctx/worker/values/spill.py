@@ -98,7 +98,7 @@ class Spill:
         self._told = False
         self._told_types: set[type] = set()
         self._warned_at = float("-inf")
-        limit = worker.memory_manager.memory_limit or fair_memory(max(len(limits), 1))
+        limit = worker.memory_manager.memory_limit or fair_memory(len(limits))
         self.pool = PageLockedPool(
             next(iter(limits)),
             int(_PAGE_LOCKED * limit) if known else 0,
