@@ -116,7 +116,7 @@ class DeviceExtension:
                         options,
                         traffic,
                         is_alone_on=self.monitor.calls.is_alone_on,
-                        moved_bytes=self._moved_bytes,
+                        on_copy=self.history.copied,
                         on_failure=self.monitor.noticed_between,
                     )
                 )
@@ -194,7 +194,3 @@ class DeviceExtension:
         """Return the counts of a device that its tasks' record does not have."""
         counts = {} if self.store is None else self.store.spill.counts(device)
         return {"out_of_memory": self.monitor.retries.counted[device], **counts}
-
-    def _moved_bytes(self, device: Device, nbytes: int, seconds: float, back: bool) -> None:
-        ends = ("host", device.uuid) if back else (device.uuid, "host")
-        self.history.copied(*ends, nbytes, seconds, "spill")

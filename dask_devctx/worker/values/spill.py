@@ -68,8 +68,7 @@ class Spill:
 
     A thread for each device spills before its limit is reached. ``before`` is the one whose place
     this takes: values that it moves just now are counted here. ``moved`` is called with each value
-    that was spilled or restored, ``moved_bytes`` with a device, bytes and seconds, and whether they
-    were restored.
+    that was spilled or restored, ``on_copy`` with each copy, as by `TrafficCounts`.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class Spill:
         before: Spill | None,
         *,
         moved: Callable[[Value], object],
-        moved_bytes: Callable[[Device, int, float, bool], object],
+        on_copy: Callable[..., object],
         on_failure: Callable[[Device, DriverError], object],
     ) -> None:
         self.lock: threading.RLock = threading.RLock() if before is None else before.lock
@@ -93,7 +92,7 @@ class Spill:
         self.stagings: Mapping[Device, Staging] = {}  # beside the values
         self._worker = worker
         self._moved = moved
-        self._moved_bytes = moved_bytes
+        self._on_copy = on_copy
         self._on_failure = on_failure
         self._told = False
         self._told_types: set[type] = set()
@@ -290,7 +289,7 @@ class Spill:
                     with self._noting(account.device, value):
                         form = copying.finish()
                         took = perf_counter() - max(copying.begun_at, free_at)
-                        self._moved_bytes(account.device, form.nbytes, took, False)
+                        self._on_copy(account.device.uuid, "host", form.nbytes, took, "spill")
                         freed += self._gone(account, value, form)
                     free_at = perf_counter()
                     moving.popleft()
@@ -382,7 +381,8 @@ class Spill:
             try:
                 begun = perf_counter()
                 whole, stamp = self.allocated(device, form.nbytes, partial(form.on_device, device))
-                self._moved_bytes(device, form.nbytes, perf_counter() - begun, True)
+                took = perf_counter() - begun
+                self._on_copy("host", device.uuid, form.nbytes, took, "spill")
                 nbytes = nbytes_by_device(whole)
                 under = allocations(whole, nbytes)
                 with self.lock:
