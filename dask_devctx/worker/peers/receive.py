@@ -161,8 +161,7 @@ async def _complete(local: PeerTransfers, address: str, msg: Message) -> None:
 
 async def _arrive(local: PeerTransfers, receiving: Receiving, unpacked: Callable[[], None]) -> None:
     def all_at_once() -> None:  # each change of threads takes time
-        spill = local.store().spill
-        spill.allocated(receiving.device, receiving.nbytes, receiving.allocate)
+        local.store().spill.allocated(receiving.device, receiving.nbytes, receiving.allocate)
         if receiving.nbytes:
             receiving.start()
             receiving.finish()

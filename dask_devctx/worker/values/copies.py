@@ -24,9 +24,6 @@ from dask_devctx.worker.values.value import AWAY, Value
 
 logger = logging.getLogger(__name__)
 
-# The copies among a task's inputs, each with its value.
-Used = list[tuple[Value, Any]]
-
 
 @dataclass(eq=False)
 class Copy:
@@ -176,13 +173,13 @@ class Copies:
                 self._remove([next(iter(there))])
         return moved
 
-    def used(self, copies: Used, device: Device, stamp: Stamp) -> None:
+    def used(self, copies: Iterable[Any], device: Device, stamp: Stamp) -> None:
         """Note that a task's work reads copies: they live until it is done, dropped or not.
 
         Threads with their own streams need this; with the default stream the library keeps this
         order itself.
         """
-        hold(stamp, *(moved for _, moved in copies))
+        hold(stamp, *copies)
         with self._lock:
             there = self.there[device]
             there.uses = (*(use for use in there.uses if not use.done()), stamp)

@@ -19,7 +19,6 @@ from dask_devctx.transfer.move import Move
 from dask_devctx.worker.values.value import AWAY, Value, readable
 
 if TYPE_CHECKING:
-    from dask_devctx.worker.values.copies import Used
     from dask_devctx.worker.values.store import Store
 
 # The number of objects of a task to look at here; the walk takes a sample of more.
@@ -45,7 +44,7 @@ class Use:
         self._devices: tuple[Device, ...] = run.devices
         self._before: Any = ...
         self._reserved = 0
-        self._copies: Used = []
+        self._copies: list[Any] = []  # among the inputs
         self._pinned: dict[Hashable, Value] = {}
         # The inputs in host memory, and the bytes of room: with neither, :meth:`wait` does nothing.
         self.away: list[Value] = []
@@ -123,11 +122,11 @@ class Use:
             if others and value.nbytes.keys() <= {*devices}:
                 for one in {device, *value.nbytes}:  # any may read it, and must find it there
                     value.work().hold_back(one)
-                self._copies.append((value, whole))
+                self._copies.append(whole)
                 continue
             here = self.data[key] = store.copies.get(value, whole, device)
             if here is not whole:
-                self._copies.append((value, here))
+                self._copies.append(here)
                 if key in self._pinned and device not in value.nbytes:
                     store.spill.unpin([self._pinned.pop(key)])  # all reads are of the copy now
         self._run.inputs_s = perf_counter() - begun

@@ -77,7 +77,7 @@ def test_what_is_still_read_outlives_its_being_dropped(
     assert reading is not None
     release_held()
     pending[0] = True
-    copies.used([(x, moved)], Device(1), reading)
+    copies.used([moved], Device(1), reading)
     del moved
     kept = 8000 if dropped == "and made again" else 0
     assert used(machine, 1) == 8000 + kept
