@@ -21,7 +21,7 @@ LONGER = {
     "cuda/context.py": 360,  # what every context has, and the primary one
     "errors.py": 370,  # the tree of errors: read one by one
     "simulated_array.py": 440,
-    "worker/values/spill.py": 500,  # what leaves and what comes back, of one account
+    "worker/values/spill.py": 480,  # what leaves and what comes back, of one account
 }
 
 

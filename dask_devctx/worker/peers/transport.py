@@ -28,7 +28,6 @@ SAYS: Final = "#"
 _SAID: Final = "ipc:"
 # A worker whose memory could not be read for a passing reason is asked again after this time.
 _AGAIN_S: Final = 5.0
-_MOST_OF_A_REASON: Final = 1000
 _NAME: Final = uuid.uuid4().hex
 
 
@@ -57,7 +56,7 @@ class Transport:
     def refuse(self, address: str, reason: str, *, passes: bool) -> None:
         """Read no more of a worker's memory, for a while or for good."""
         until = time.monotonic() + _AGAIN_S if passes else float("inf")
-        self._refused[address] = reason[:_MOST_OF_A_REASON], until
+        self._refused[address] = reason, until
         logger.info("values on a device come from %s through the host: %s", address, reason)
 
     def forget(self, address: str) -> None:
