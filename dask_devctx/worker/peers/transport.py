@@ -18,6 +18,7 @@ import uuid
 from typing import Final
 
 logger = logging.getLogger(__name__)
+_of_worker = logging.getLogger("distributed.worker.dask_devctx")  # dask shows its lines
 
 # Workers with another number send each other values by dask. It changes with any message.
 PROTOCOL: Final = 7
@@ -77,7 +78,19 @@ class Transport:
             return "it has another version of dask-devctx"
         if process == _process():  # a handle cannot be opened in the process that made it
             return "it is in the same process"
-        return "" if host == _host() else "it is on another machine, or in another container"
+        if host == _host():
+            return ""
+        if self.by_dask == "host":
+            _advise()
+        return "it is on another machine, or in another container"
+
+
+@functools.cache
+def _advise() -> None:
+    _of_worker.info(
+        "Values on GPUs go to workers on other machines through host memory. UCX is some twenty "
+        "times as fast: install distributed-ucxx and start all with protocol='ucxx'"
+    )
 
 
 def _process() -> str:

@@ -317,13 +317,17 @@ def test_where_the_driver_refuses_values_go_as_dask_sends_them(
         (lambda said: "out of memory", "out of memory"),
     ],
 )
-def test_who_cannot_read_memory_gets_values_through_the_host(change: Any, why: str) -> None:
+def test_who_cannot_read_memory_gets_values_through_the_host(
+    change: Any, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "distributed.worker.dask_devctx")
     one, off = transport.Transport(True, "host"), transport.Transport(False, "host")
     said = one.says("tcp://there")
     other = re.sub(r"\S+$", "another-process", said)
     assert one.why_not(other) == ""
     assert why in one.why_not(change(said if why == "in the same process" else other))
     assert (off.says("tcp://there"), off.why_not(other)) == ("", "the option ipc is False")
+    assert ("protocol='ucxx'" in caplog.text) is (why == "on another machine")
 
 
 def test_it_can_be_switched_off() -> None:
