@@ -117,7 +117,7 @@ class DeviceExtension:
                         traffic,
                         is_alone_on=self.monitor.calls.is_alone_on,
                         on_copy=self.history.copied,
-                        on_failure=self.monitor.noticed_between,
+                        on_failure=self.monitor.noticed,
                     )
                 )
                 self.store.spill.stagings = self.peers.stagings

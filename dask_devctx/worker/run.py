@@ -205,10 +205,10 @@ class HostRun(_Run):
     def _scope(self, data: Any) -> AbstractContextManager[Any]:
         if self.theirs and not self.is_coro and is_any_current():
             return Restored()  # a context that is current on the user's threads stays so
-        landing = None if self.runs.monitor.has_failed() else self.runs.landing
-        if landing is not None and any(one.__class__ is Value for one in dict(data).values()):
-            return landing
-        return Restored(empty=True)
+        landing = self.runs.landing
+        if landing is None or all(one.__class__ is not Value for one in dict(data).values()):
+            return Restored(empty=True)
+        return Restored(empty=True) if self.runs.monitor.has_failed() else landing
 
     @contextmanager
     def _elsewhere_after_failure(self) -> Iterator[None]:

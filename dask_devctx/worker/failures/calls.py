@@ -83,13 +83,9 @@ class Calls:
     def suspects(self, device: Device | None = None) -> list[Suspect]:
         """Return all suspects, of one device or of all: running tasks first, then latest first."""
         every = [(one.key, on) for one in tuple(self.running) for on in one.devices]
-        for work in self.all_work():
+        for work in tuple(self.works.values()):
             every += [(key, work.device) for _, key in reversed(tuple(work.left))]
         return [one for one in dict.fromkeys(every) if device is None or one[1] is device]
-
-    def all_work(self) -> tuple[Work, ...]:
-        """Return the unfinished work of all devices that were used."""
-        return tuple(self.works.values())
 
     # -- calls that run alone
 
@@ -115,13 +111,9 @@ class Calls:
         call.aside = True
         call.until = 0.0
 
-    def is_isolated(self, key: Hashable) -> bool:
-        """Return whether a task runs alone, as one that may have broken a device before."""
-        return any(one.key == key and one.alone_on is None for one in tuple(self.turns))
-
     def is_alone_on(self, device: Device) -> bool:
         """Return whether a task that lacked memory has a device for itself."""
-        return any(one.alone_on is device for one in tuple(self.turns)) if self.turns else False
+        return any(one.alone_on is device for one in tuple(self.turns))
 
     def close(self) -> None:
         """End all waits."""

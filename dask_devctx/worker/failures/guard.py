@@ -169,14 +169,14 @@ class Guard(Call):
     def _drain(self) -> None:
         """Wait for the work of other tasks on all devices: a later failure is not theirs."""
         calls = self.monitor.calls
-        left = (work.device for work in calls.all_work() if work.left)
+        left = (work.device for work in tuple(calls.works.values()) if work.left)
         for device in dict.fromkeys((self.devices[0], *left)):
             try:
                 with device:
                     calls.works[device].wait()
             except DriverError as found:
                 if statuses.failed(found.code):  # the task itself meets any other error
-                    raise self.monitor.noticed(self, device, found, began=False) from found
+                    raise self.monitor.noticed(device, found, self, began=False) from found
 
     def _begin(self) -> bool:
         """Count the call, check its device, and leave it current for a function.
@@ -207,7 +207,7 @@ class Guard(Call):
             if isinstance(error, DriverError) and (
                 statuses.failed(error.code) if entered else error.code in statuses.STICKY
             ):
-                raise monitor.noticed(self, device, error, began=False) from error
+                raise monitor.noticed(device, error, self, began=False) from error
             raise
         self.once = self.not_again
         return True
@@ -255,7 +255,7 @@ class Guard(Call):
 
     def _blamed(self, device: Device, found: DriverError, cause: Exception) -> Exception:
         """Return the exception of a call that noticed a failure."""
-        blamed = self.monitor.noticed(self, device, found)
+        blamed = self.monitor.noticed(device, found, self)
         blamed.__traceback__ = cause.__traceback__ = of_the_task(cause)
         blamed.__cause__ = cause
         return blamed

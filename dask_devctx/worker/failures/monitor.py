@@ -15,7 +15,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.driver import statuses
 from dask_devctx.errors import DevctxError, DeviceFailedError, DriverError
 from dask_devctx.scheduler.messages import Failure
-from dask_devctx.worker.failures.calls import Call, Calls, Work
+from dask_devctx.worker.failures.calls import Call, Calls
 from dask_devctx.worker.failures.oom_retries import Retries
 from dask_devctx.worker.failures.shutdown import begin_the_end
 
@@ -63,62 +63,56 @@ class Monitor:
     # -- health
 
     def _look_at_used(self) -> None:
-        for work in self.calls.all_work():
-            if work.left or (work.device._handle and self.calls.running_on(work.device)):
-                self._look(work)
+        # All devices report a sticky error of one: a look at an idle one would name that one.
+        for device, work in tuple(self.calls.works.items()):
+            if work.left or self.calls.running_on(device):
+                self._look(device)
 
     def has_failed(self) -> bool:
-        """Look at the devices in use; return whether one has failed, so that the worker ends."""
+        """Look at all devices; return whether one has failed, so that the worker ends."""
         for device in self._devices:
-            if device._handle and self.failure is None:
-                self._look(self.calls.works[device])
+            self._look(device)
         return self.failure is not None
 
-    def _look(self, work: Work) -> None:
+    def _look(self, device: Device) -> None:
+        if not device._handle or self.failure is not None:
+            return
         try:
-            with work.device:
-                work.look(mark=True)
-        except DriverError as error:
-            if statuses.failed(error.code):
-                self.noticed_between(work.device, error)
+            with device:
+                self.calls.works[device].look(mark=True)
         except DevctxError as error:
-            logger.debug("the progress of %s is unknown: %s", work.device, error)
+            if isinstance(error, DriverError) and statuses.failed(error.code):
+                self.noticed(device, error)
+            else:
+                logger.debug("the progress of %s is unknown: %s", device, error)
 
     # -- a failure
 
     def noticed(
-        self, call: Call, device: Device, found: DriverError, *, began: bool = True
+        self, device: Device, found: DriverError, call: Call | None = None, *, began: bool = True
     ) -> DeviceFailedError | Reschedule:
-        """Return the exception for a call that noticed a failure."""
-        failure = self._note(call, device, found, began)
-        return failure.error_of(call.key) or Reschedule()
-
-    def noticed_between(self, device: Device, found: DriverError) -> None:
-        """Note a failure that no call noticed, such as one during a transfer."""
-        self._note(None, device, found, False)
-
-    def _note(self, who: Call | None, device: Device, found: DriverError, began: bool) -> Failure:
+        """Return the exception for a call that noticed a failure; none did during a transfer."""
         with self._lock:
             if self.failure is None:
-                failure = self._decided(who, device, found, began)
+                failure = self._decided(device, found, call, began)
                 # First, so that tasks are marked before they run again.
                 begin_the_end(self._worker, failure, self.answered)
                 self.failure = failure
-            return self.failure
+        return self.failure.error_of(call and call.key) or Reschedule()
 
     def _decided(
-        self, who: Call | None, device: Device, found: DriverError, began: bool
+        self, device: Device, found: DriverError, call: Call | None, began: bool
     ) -> Failure:
         lost = discovery.is_lost(device._backend, device.info)
         # Only a device's own tasks notice that it is gone.
         only = None if found.code in statuses.STICKY else device
-        first = [who] if who is not None and began else []
+        first = [call] if call is not None and began else []
         running = [*first, *self.calls.running_on(only)]
         hardware = lost or found.code in statuses.HARDWARE
         # A task may have several devices, and is a suspect on each of them.
         places: dict[Hashable, list[str]] = {}
         if not hardware:
-            noticed = [(one.key, device) for one in first]
+            noticed = ((one.key, device) for one in first)
             for key, on in dict.fromkeys([*noticed, *self.calls.suspects(only)]):
                 places.setdefault(key, []).append(str(on))
         named = [f"{key} on {' and '.join(sorted(on))}" for key, on in places.items()]
@@ -127,15 +121,9 @@ class Monitor:
         erred = {one.key: one.once for one in running if one.once}
         if any(one.key == sole for one in running):
             erred.setdefault(sole, "")
-        own = None if who is None else who.key
-        watched = sole is not None and self.calls.is_isolated(sole)
-        beside = dict.fromkeys([*([own] if who else []), *(one.key for one in running)])
-        return Failure(
-            (
-                *(str(device), device.uuid, found.status, found.code),
-                *(named, lost, watched, ""),
-            ),
-            keys,
-            tuple(key for key in beside if key not in keys),
-            list(erred.items()),
-        )
+        turns = tuple(self.calls.turns)
+        watched = any(one.key == sole and one.alone_on is None for one in turns)
+        beside = dict.fromkeys(one.key for one in (call, *running) if one is not None)
+        bystanders = tuple(key for key in beside if key not in keys)
+        fields = str(device), device.uuid, found.status, found.code, named, lost, watched, ""
+        return Failure(fields, keys, bystanders, list(erred.items()))
