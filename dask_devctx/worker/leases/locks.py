@@ -14,6 +14,7 @@ import socket
 import stat
 import tempfile
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import quote
 
@@ -24,24 +25,11 @@ from dask_devctx.errors import DevctxError
 _NOTE_NBYTES = 512
 
 
-class Lock:
-    """A lock that is held until it is closed."""
+def take(device: Device, holder: str) -> ExitStack | None:
+    """Lock a device for a holder, until what this returns is closed, as its process's end does.
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def close(self) -> None:
-        """Free the lock, as the end of its process does; a second call does nothing."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            fcntl.flock(fd, fcntl.LOCK_UN)  # a forked child may have the file open
-            os.close(fd)
-
-
-def take(device: Device, holder: str) -> Lock | None:
-    """Lock a device for a holder; None if another one has it, or looks just now who has it.
-
-    This raises :class:`DevctxError` where others could write, or where the directory is a link.
+    None if another holder has it, or looks just now who has it. This raises :class:`DevctxError`
+    where others could write, or where the directory is a link.
     """
     fd = _opened(device)
     try:
@@ -52,7 +40,10 @@ def take(device: Device, holder: str) -> Lock | None:
     note = f"pid {os.getpid()} on {socket.gethostname()}, {holder}"
     os.ftruncate(fd, 0)
     os.pwrite(fd, note.encode()[:_NOTE_NBYTES], 0)
-    return Lock(fd)
+    lock = ExitStack()
+    lock.callback(os.close, fd)
+    lock.callback(fcntl.flock, fd, fcntl.LOCK_UN)  # first: a forked child may have the file open
+    return lock
 
 
 def held_devices(devices: Iterable[Device]) -> dict[Device, str]:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import weakref
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from time import monotonic
 from typing import Final
 from weakref import WeakKeyDictionary
@@ -18,7 +18,7 @@ from dask_devctx.cuda.device import Device, named_devices
 from dask_devctx.errors import DevicesInUseError, in_use, no_device
 from dask_devctx.scheduler.messages import CLAIM
 from dask_devctx.worker.leases import registration
-from dask_devctx.worker.leases.locks import Lock, held_devices, take
+from dask_devctx.worker.leases.locks import held_devices, take
 
 # A worker waits so long for devices that others of its cluster are about to release: those of a
 # process that just ended, or whose plugin is just replaced.
@@ -43,7 +43,7 @@ class DeviceShare:
         self._named, self._count = options.devices, options.devices_per_worker
         self._shared = options.shared
         self._of_cluster = f" of {worker.scheduler.address}"
-        self._locks: dict[Device, Lock] = {}
+        self._locks: dict[Device, ExitStack] = {}
         self._is_released = False
         _newest[worker] = weakref.ref(self)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import dask
@@ -13,7 +14,7 @@ from dask_devctx import DevctxError, Device
 from dask_devctx.worker.leases import locks
 
 
-def taken(holder: str = "") -> locks.Lock | None:
+def taken(holder: str = "") -> ExitStack | None:
     """Take a device's lock; None where somebody else has it."""
     return locks.take(Device(0), holder)
 
