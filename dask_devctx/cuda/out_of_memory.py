@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import logging
 import re
@@ -115,13 +114,6 @@ def _is_suspended(frame: FrameType) -> bool:
     if sys.version_info >= (3, 13) or not code.co_flags & _RESUMABLE:
         return False
     return frame.f_lasti >= 0 and code.co_code[frame.f_lasti] == opmap["YIELD_VALUE"]
-
-
-def release_caches() -> None:
-    """Make the libraries release the current device's memory that they cache."""
-    gc.unfreeze()  # frozen objects may hold memory, too
-    gc.collect()
-    release_library_caches()
 
 
 def release_library_caches() -> None:

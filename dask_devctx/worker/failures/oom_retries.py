@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import math
 import threading
 from collections import Counter
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
-from dask_devctx.cuda.out_of_memory import release_caches, requested_nbytes
+from dask_devctx.cuda.out_of_memory import requested_nbytes
 from dask_devctx.errors import DevctxError, DeviceOutOfMemoryError
 from dask_devctx.worker.failures.calls import Call
 
@@ -37,7 +40,8 @@ class Retries:
         """Free memory for a call that ran out of it; return its error, or None to try it again."""
         devices, device = call.devices, call.devices[0]
         requested = requested_nbytes(error)
-        fitting = [one for one in devices if _fits(requested, one)]
+        # Of a device that never has so much memory, none is freed in vain.
+        fitting = [one for one in devices if (requested or 0) <= (_memory_info(one)[1] or math.inf)]
         for one in fitting:
             self._free(one)
         with self._lock:
@@ -73,28 +77,17 @@ class Retries:
 
     def _free(self, device: Device) -> None:
         """Free all memory of a device that is not in use."""
-        if self.store is not None:
-            self.store.spill.clear(device)
+        with suppress(DevctxError), device:
+            gc.unfreeze()  # frozen objects may hold memory, too
+            gc.collect()
         self.peers.free_staging(device)
-        try:
-            with device:
-                release_caches()
-        except DevctxError:  # there is no room for a context, so no cache is on it
-            logger.debug("no caches released on %s", device, exc_info=True)
-
-
-def _fits(requested: int | None, device: Device) -> bool:
-    """Return whether a device has so much memory at all; else it is freed in vain."""
-    total = _memory_info(device)[1]
-    return requested is None or total is None or requested <= total
+        if self.store is not None:
+            self.store.spill.clear(device)  # and the caches of libraries
 
 
 def _memory_info(device: Device) -> tuple[int | None, int | None]:
-    """Return free and total bytes, each None if unknown; this makes no context."""
+    """Return free and total bytes, each None if unknown."""
     try:
-        if device._handle:
-            return device.memory_info
-        unknown = None, device.info.total_memory
-        return discovery.memory_info(device._backend, device.info) or unknown
+        return device.memory_info
     except DevctxError:
-        return None, None
+        return None, device.info.total_memory

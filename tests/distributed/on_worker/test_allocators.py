@@ -19,7 +19,7 @@ from distributed import Worker
 from dask_devctx import Device, LocalDeviceCluster
 from dask_devctx.config.checks import key_of
 from dask_devctx.config.options import SETTINGS
-from dask_devctx.cuda.out_of_memory import release_caches
+from dask_devctx.cuda.out_of_memory import release_library_caches
 from tests.distributed.devices import plugin_with, started
 
 STANDINS = str(Path(__file__).parents[2] / "standins")
@@ -101,7 +101,7 @@ def _pools() -> tuple[str, dict[int, int], list[int]]:
 
 def _released_on_device_3() -> None:
     with Device(3):
-        release_caches()
+        release_library_caches()
 
 
 def _cudf() -> tuple[object, object]:

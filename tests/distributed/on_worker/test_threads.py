@@ -17,8 +17,9 @@ from distributed import Client, Worker
 from distributed.utils_test import async_poll_for
 
 from dask_devctx import DevicePlugin, devices
-from dask_devctx.cuda.out_of_memory import clear_frames, release_caches
+from dask_devctx.cuda.out_of_memory import clear_frames
 from dask_devctx.dask_internals.tasks import DeviceThreadPoolExecutor
+from dask_devctx.errors import DeviceMemoryError
 from dask_devctx.worker.placement.admission import Admission, Claim
 from dask_devctx.worker.threads import executors
 from dask_devctx.worker.threads.executors import keep_to, near_cpus
@@ -169,11 +170,15 @@ def frozen(client: Client, wanted: Callable[[int], bool]) -> int:
         time.sleep(0.05)
 
 
+def run_out_of_memory() -> None:
+    raise DeviceMemoryError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", 2, "out of memory")
+
+
 def test_modules_are_left_out_of_collections_while_no_task_is_there() -> None:
     ours = gc.get_freeze_count()  # a Python may come with some
     with started(n_workers=1, processes=True) as client:
         assert frozen(client, lambda count: count > 1000) > 1000
-        client.run(release_caches)  # as after a device's memory ran out
+        client.submit(run_out_of_memory).exception()
         assert frozen(client, lambda count: count < 1000) < 1000
 
         held = client.submit(__import__, "wave")
