@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from distributed import Worker
 
@@ -27,10 +27,6 @@ _POLL_S: Final = 0.001
 # The time that an answer may take to reach the caller of a method.
 _ON_ITS_WAY_S: Final = 0.2
 
-# The actors' devices, by the state of the task that made the actor: they are the same while it
-# lives, also when the plugin is registered again.
-_living: weakref.WeakKeyDictionary[Any, tuple[Device, ...]] = weakref.WeakKeyDictionary()
-
 
 class DeviceActors(dict[Hashable, Any]):
     """A worker's actors by key; a caller of an actor's method gets a stand-in.
@@ -40,16 +36,18 @@ class DeviceActors(dict[Hashable, Any]):
     other code gets the actor itself. dask takes an actor out at its end.
     """
 
+    # By the state of the task that made the actor. They are the same while it lives, also when the
+    # plugin is registered again.
+    devices: ClassVar[weakref.WeakKeyDictionary[Any, tuple[Device, ...]]] = (
+        weakref.WeakKeyDictionary()
+    )
+
     def __init__(self, worker: Worker, monitor: Monitor, *, move_inputs: bool) -> None:
         super().__init__(internals.actors_of(worker))
         self._worker = worker
         self.monitor = monitor
         self.moves = move_inputs  # whether arguments come to an actor's device
         self._unanswered = 0
-
-    def live_on(self, ts: Any, devices: tuple[Device, ...]) -> None:
-        """Note the devices of the actor that a task makes."""
-        _living[ts] = devices
 
     async def answered(self) -> None:
         """Wait until the callers of actors' methods have their answers."""
@@ -60,7 +58,7 @@ class DeviceActors(dict[Hashable, Any]):
         actor = super().__getitem__(key)
         if internals.calls_an_actor(sys._getframe(1)):
             ts = self._worker.state.tasks.get(key)
-            if ts is not None and (devices := _living.get(ts)):
+            if ts is not None and (devices := self.devices.get(ts)):
                 return _OnDevices(actor, key, devices, self)
         return actor
 

@@ -24,7 +24,7 @@ from dask_devctx.dask_internals.worker import (
     wrapped_handler,
 )
 from dask_devctx.errors import counted
-from dask_devctx.scheduler.rows import TRAFFIC
+from dask_devctx.scheduler.rows import METRIC, TRAFFIC
 from dask_devctx.transfer.traffic import TrafficCounts
 from dask_devctx.worker.actors import DeviceActors
 from dask_devctx.worker.allocators import allocating
@@ -82,7 +82,7 @@ class DeviceExtension:
             unannotated: Unannotated = "leave" if self.failure else options.unannotated
             self.history = steps.enter_context(remembering(worker, used, history))
             self.record = Record(self.admission, self.history, history, self._counts)
-            steps.enter_context(metric(worker, Record.metric, self.record.metrics))
+            steps.enter_context(metric(worker, METRIC, self.record.metrics))
             self.monitor = Monitor(
                 worker,
                 used,

@@ -139,7 +139,7 @@ class Runs:
             run.nbytes = wanted.nbytes or 0
             run.slots = run.share / self._slot
         if key in self._actors:
-            self._actors.live_on(ts, devices)
+            self._actors.devices[ts] = devices
         # Nothing fails from here on: what is counted now is counted until its end.
         has_queue = placement.add(run)
         # The scheduler gets it; readers of dask's own task stream see it.

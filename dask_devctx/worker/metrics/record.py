@@ -12,14 +12,12 @@ from dask_devctx import driver
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
 from dask_devctx.errors import DevctxError
-from dask_devctx.scheduler.rows import METRIC, DeviceCounts, memory_field
+from dask_devctx.scheduler.rows import DeviceCounts, memory_field
 from dask_devctx.worker.metrics.history import History
 from dask_devctx.worker.placement.admission import Admission
 
 # How long NVML's answer about other processes is used: it takes longer than the others.
 _PROCESSES_AGE_S: Final = 5.0
-# The `waited` of a task that did not run on this worker's threads.
-NO_WAIT: Final = (0.0, 0.0, 0.0, None)
 # The longest text of an exception.
 _TEXT: Final = 2_000
 _SHOWN: Final = 4  # the most kinds of running tasks that a row names
@@ -27,8 +25,6 @@ _SHOWN: Final = 4  # the most kinds of running tasks that a row names
 
 class Record:
     """Records, on the worker's event loop, which tasks ran on each device of the worker."""
-
-    metric = METRIC
 
     def __init__(
         self,
@@ -63,7 +59,7 @@ class Record:
         state: str,
         start: float | None,
         stop: float | None,
-        waited: tuple[float, float, float, int | None] = NO_WAIT,
+        waited: tuple[float, float, float, int | None] = (0.0, 0.0, 0.0, None),
         text: str = "",
     ) -> None:
         """Remember a task that is done or failed, with no devices or with some."""
