@@ -81,7 +81,6 @@ class DeviceRun(_Run, Claim, Guard):
     # have been cancelled a moment ago.
     queued = True
     not_again = ""
-    reserved: tuple[Device, ...] = ()
     thread: int | None = None
     made: Value | None = None
 
@@ -120,8 +119,6 @@ class DeviceRun(_Run, Claim, Guard):
             if self.queued and self.ts.state == "cancelled":
                 raise Reschedule  # dask ignores this, unless the task was requested again just now
             self.began_at, self.thread = perf_counter(), get_ident()
-            if self.nbytes:
-                self._reserve()
             result = self.run(self._call, data)
         except BaseException as error:
             error.__traceback__ = of_the_task(error)
@@ -147,8 +144,6 @@ class DeviceRun(_Run, Claim, Guard):
                 if self.queued and self.ts.state == "cancelled":
                     raise Reschedule
                 self.began_at, self.thread = perf_counter(), get_ident()
-                if self.nbytes:
-                    await asyncio.to_thread(self._reserve)
                 return await self.run_coroutine(self._on_device, data)
             finally:
                 admission.withdraw(self)
@@ -156,17 +151,6 @@ class DeviceRun(_Run, Claim, Guard):
 
     def _on_device(self, data: Any) -> Any:
         return suspending.within(self.devices[0], self._call_coroutine(data))
-
-    def _reserve(self) -> None:
-        """Spill values of others, until the bytes that it reserves are free on its devices."""
-        for device in self.devices:
-            self.runs.store.spill.make_room(device, self.nbytes)
-            self.reserved += (device,)
-
-    def released(self) -> None:
-        for device in self.reserved:
-            self.runs.store.spill.give_room(device, self.nbytes)
-        self.reserved = ()
 
     def __reduce__(self) -> Any:
         return functools.partial, (_run_elsewhere, self.task, self.devices[0])

@@ -47,9 +47,6 @@ class Claim:
     def seceded(self) -> None:
         """Called on its thread each time that it secedes."""
 
-    def released(self) -> None:
-        """Called after a claim that reserves bytes has given all back."""
-
 
 _Entry = tuple[tuple[Any, ...], int, Claim]
 
@@ -171,8 +168,6 @@ class Admission:
                 one.holding.remove(claim)
                 one.free += claim.share
                 one.free_nbytes += claim.nbytes
-            if claim.nbytes:
-                claim.released()
             self._look(claim)
 
     def waiting_for(self, device: Device) -> int:

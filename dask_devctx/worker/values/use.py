@@ -34,7 +34,7 @@ class Use:
     """
 
     __slots__ = (
-        *("_before", "_copies", "_devices", "_pinned", "_reserved", "_run", "_store"),
+        *("_before", "_copies", "_devices", "_pinned", "_room", "_run", "_store"),
         *("away", "data", "task", "wanted"),
     )
 
@@ -43,17 +43,18 @@ class Use:
         self._store: Store = run.runs.store
         self._devices: tuple[Device, ...] = run.devices
         self._before: Any = ...
-        self._reserved = 0
+        self._room: tuple[Device, ...] = ()
         self._copies: list[Any] = []  # among the inputs
         self._pinned: dict[Hashable, Value] = {}
-        # The inputs in host memory, and the bytes of room: with neither, :meth:`wait` does nothing.
+        # The inputs in host memory, and the bytes of room: as many as the task reserves, or as the
+        # last result of its kind had. With neither, :meth:`wait` does nothing.
         self.away: list[Value] = []
         self.wanted = 0
         self.task = run.task
         self.data: Any = data
         spill = self._store.spill
         if self._devices:
-            self.wanted = spill.expected.get(run.prefix, 0)
+            self.wanted = run.nbytes or spill.expected.get(run.prefix, 0)
             if run.attempts:
                 run.memory_s = perf_counter() - run.began_at  # for the attempt before
         if data:
@@ -76,9 +77,10 @@ class Use:
                 value = self.away[-1]
                 self.data[value.key] = spill.pin(value, device)
                 self._pinned[value.key] = self.away.pop()
-            if self.wanted and device is not None:
-                spill.make_room(device, self.wanted)
-                self._reserved, self.wanted = self.wanted, 0
+            if self.wanted:
+                for one in self._devices if self._run.nbytes else self._devices[:1]:
+                    self._room += (one,)
+                    spill.make_room(one, self.wanted)
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -180,9 +182,8 @@ class Use:
         if self._pinned:
             spill.unpin(self._pinned.values())
             self._pinned = {}
-        if self._reserved:
-            spill.give_room(devices[0], self._reserved)
-            self._reserved = 0
+        for one in self._room:
+            spill.give_room(one, self.wanted)
 
 
 # -- the arguments that a task is given by value: dask keeps them in the nodes of its graph
