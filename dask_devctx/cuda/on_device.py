@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
+from typing import Any, ClassVar, Final, Generic, ParamSpec, TypeVar
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.naming import refuse_no_name
@@ -136,7 +136,8 @@ def _decorator(which: object, synchronize: bool) -> str:
 # A task of one device sets the device itself: a tuple for each task would cost as much again.
 Noted = Device | tuple[Device, ...] | None
 
-_of_this_task: ContextVar[Noted] = ContextVar("devices_of_this_task", default=None)
+# The answer of :func:`task_devices`, in the context of the running task.
+OF_THIS_TASK: Final[ContextVar[Noted]] = ContextVar("devices_of_this_task", default=None)
 
 
 def task_devices() -> tuple[Device, ...]:
@@ -158,7 +159,7 @@ def task_devices() -> tuple[Device, ...]:
     A task knows its devices on its own thread and in its own coroutine. Give them to threads that
     it starts as an argument.
     """
-    found = _of_this_task.get()
+    found = OF_THIS_TASK.get()
     if found is None:
         raise RuntimeError(
             "task_devices() works inside a task of a worker with DevicePlugin, on the task's own "
@@ -167,18 +168,12 @@ def task_devices() -> tuple[Device, ...]:
     return found if isinstance(found, tuple) else (found,)
 
 
-def note_devices(devices: Noted) -> Noted:
-    """Let :func:`task_devices` return these devices from now on; return those before."""
-    before = _of_this_task.get()
-    _of_this_task.set(devices)
-    return before
-
-
 @contextmanager
 def known_as_the_tasks(devices: Noted) -> Iterator[None]:
     """While it is open, :func:`task_devices` returns these devices on this thread."""
-    before = note_devices(devices)
+    before = OF_THIS_TASK.get()
+    OF_THIS_TASK.set(devices)
     try:
         yield
-    finally:
-        note_devices(before)
+    finally:  # no token: a coroutine may be closed in another context
+        OF_THIS_TASK.set(before)

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.cuda.on_device import note_devices
+from dask_devctx.cuda.on_device import OF_THIS_TASK
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.dask_internals.tasks import NODE_PARTS
 from dask_devctx.errors import DevctxError
@@ -95,7 +95,8 @@ class Use:
 
     def __enter__(self) -> Self:
         try:
-            self._before = note_devices(self._run.known)
+            self._before = OF_THIS_TASK.get()
+            OF_THIS_TASK.set(self._run.known)
             if self._devices and self._store.moves_inputs:
                 if may_hold_arrays(self.task):
                     found = nbytes_by_device.found_in(self.task)[0]
@@ -169,7 +170,7 @@ class Use:
         traceback: TracebackType | None,
     ) -> None:
         if self._before is not ...:
-            note_devices(self._before)
+            OF_THIS_TASK.set(self._before)
         self.data = {}
         spill, devices = self._store.spill, self._devices
         if self._copies:  # it raised: its work on the devices may still run
