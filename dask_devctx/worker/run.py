@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from threading import get_ident
 from time import perf_counter
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # NVTX ranges have the keys of tasks; Nsight Systems shows them on the devices' threads.
 _DOMAIN: Final = "dask"
-_NO_RANGE: Final = nullcontext()
+_NOTHING: Final = nullcontext()
 
 
 class Refused(TaskStandIn):
@@ -46,7 +46,11 @@ class Refused(TaskStandIn):
 
 
 class _Run(TaskStandIn):
-    """A run of a task, with its inputs."""
+    """A run of a task, with its inputs.
+
+    It can be pickled. In another process, it runs on the device of the same UUID if it has one,
+    unguarded, and its inputs stay as they are.
+    """
 
     devices: tuple[Device, ...] = ()
     known: Device | tuple[Device, ...] = ()  # the answer of task_devices() inside
@@ -58,7 +62,7 @@ class _Run(TaskStandIn):
         nvtx, use = self.runs.nvtx, Use(self, data)
         if use.away or use.wanted:
             use.wait()
-        with _NO_RANGE if nvtx is None else nvtx.annotate(str(self.key), domain=_DOMAIN), use:
+        with _NOTHING if nvtx is None else nvtx.annotate(str(self.key), domain=_DOMAIN), use:
             return use.returned(use.task(use.data))
 
     async def _call_coroutine(self, data: Any) -> Any:
@@ -67,13 +71,19 @@ class _Run(TaskStandIn):
         with use:
             return use.returned(await use.task(use.data))
 
+    def __reduce__(self) -> Any:
+        scope = self.devices[0] if self.devices else _NOTHING
+        return functools.partial, (_run_elsewhere, self.task, scope, self.known)
+
+
+def _run_elsewhere(task: Any, scope: Any, known: Any, data: Any = ()) -> Any:
+    """Run a task in the process that unpickled it; return its result."""
+    with begins_with_the_task, known_as_the_tasks(known):
+        return suspending.call(scope, task, data)
+
 
 class DeviceRun(_Run, Claim, Guard):
-    """A run of a task on its devices, which is its own claim on them; the first is current.
-
-    It can be pickled. In another process, it runs on the device of the same UUID, unguarded, and
-    its inputs stay as they are.
-    """
+    """A run of a task on its devices, which is its own claim on them; the first is current."""
 
     is_task = True
     is_plain = True  # it takes one slot, and none as a coroutine or on threads of the user's
@@ -110,6 +120,7 @@ class DeviceRun(_Run, Claim, Guard):
         return bool(self.ts.state == "cancelled")
 
     def seceded(self) -> None:
+        self.aside, self.until = True, 0.0  # it may wait for others, which have its turn now
         self.runs.seceded(self)
 
     def __call__(self, data: Any = ()) -> Any:
@@ -151,15 +162,6 @@ class DeviceRun(_Run, Claim, Guard):
 
     def _on_device(self, data: Any) -> Any:
         return suspending.within(self.devices[0], self._call_coroutine(data))
-
-    def __reduce__(self) -> Any:
-        return functools.partial, (_run_elsewhere, self.task, self.devices[0])
-
-
-def _run_elsewhere(task: Callable[[Any], Any], device: Device, data: Any = ()) -> Any:
-    """Run a task in the process that unpickled it; return its result."""
-    with begins_with_the_task, known_as_the_tasks(device):
-        return suspending.call(device, task, data)
 
 
 class HostRun(_Run):
@@ -203,10 +205,3 @@ class HostRun(_Run):
             if self.runs.monitor.has_failed():
                 raise Reschedule from error
             raise
-
-    def __reduce__(self) -> Any:
-        return _itself, (self.task,)
-
-
-def _itself(task: Any) -> Any:
-    return task

@@ -172,7 +172,6 @@ class Runs:
 
     def seceded(self, run: DeviceRun) -> None:
         """Note that a run seceded from its thread: it may wait for other tasks; on any thread."""
-        self.monitor.calls.seceded(run)
         self._worker.loop.add_callback(self._placement.remove, run)
 
 

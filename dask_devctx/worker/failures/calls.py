@@ -106,11 +106,6 @@ class Calls:
             others = self.running_on(call.alone_on) if now < call.until else ()
             return all(one.aside or one.key == call.key for one in others)
 
-    def seceded(self, call: Call) -> None:
-        """Give a call's turn to the next one, while the first continues: it may wait for others."""
-        call.aside = True
-        call.until = 0.0
-
     def is_alone_on(self, device: Device) -> bool:
         """Return whether a task that lacked memory has a device for itself."""
         return any(one.alone_on is device for one in tuple(self.turns))
