@@ -9,7 +9,6 @@ from typing import Any
 
 from distributed import Worker
 
-from dask_devctx.annotations import Unannotated
 from dask_devctx.config.options import LOOK_AHEAD, Options, remembered_tasks
 from dask_devctx.cuda.device import Device, devices
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
@@ -28,7 +27,7 @@ from dask_devctx.scheduler.rows import METRIC, TRAFFIC
 from dask_devctx.transfer.traffic import TrafficCounts
 from dask_devctx.worker.actors import DeviceActors
 from dask_devctx.worker.allocators import allocating
-from dask_devctx.worker.comms import in_place_of_the_first, landing_on
+from dask_devctx.worker.comms import landing_on
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.oom_retries import Retries
 from dask_devctx.worker.metrics.history import remembering
@@ -79,9 +78,8 @@ class DeviceExtension:
             tasks_per_device = options.tasks_per_device
             self.admission = Admission(used, tasks_per_device, self.limits)
             self.placement = Placement(self.admission, options.policy or start_soonest)
-            unannotated: Unannotated = "leave" if self.failure else options.unannotated
             self.history = steps.enter_context(remembering(worker, used, history))
-            self.record = Record(self.admission, self.history, history, self._counts)
+            self.record = Record(self.admission, self.history, self._counts)
             steps.enter_context(metric(worker, METRIC, self.record.metrics))
             self.monitor = Monitor(
                 worker,
@@ -131,17 +129,14 @@ class DeviceExtension:
             self.monitor.answered = actors.answered
             self.runs = Runs(
                 worker,
+                options,
                 self.placement,
-                self.admission,
                 self.monitor,
                 self.record,
                 actors,
                 self.pools,
-                unannotated=unannotated,
-                landing=in_place_of_the_first(used),
                 store=self.store,
                 failure=self.failure,
-                nvtx=import_module("nvtx") if options.nvtx else None,
             )
             if used:
                 threads, part = options.cpu_threads, len(used) / max(len(devices()), len(used))

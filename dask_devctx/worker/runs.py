@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping
+from importlib import import_module
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,12 +21,14 @@ from dask_devctx.annotations import (
     requested_device,
     watched_run,
 )
+from dask_devctx.config.options import Options
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals import tasks
 from dask_devctx.dask_internals.tasks import DeviceThreadPoolExecutor, send_next_task_to
 from dask_devctx.errors import DevctxError, DeviceFailedError
 from dask_devctx.scheduler.rows import DEVICE
-from dask_devctx.worker.placement.admission import Admission, share_units
+from dask_devctx.worker.comms import in_place_of_the_first
+from dask_devctx.worker.placement.admission import share_units
 from dask_devctx.worker.run import DeviceRun, HostRun, Refused
 from dask_devctx.worker.tracebacks import of_the_user
 
@@ -46,34 +49,32 @@ class Runs:
     def __init__(
         self,
         worker: Worker,
+        options: Options,
         placement: Placement,
-        admission: Admission,
         monitor: Monitor,
         record: Record,
         actors: DeviceActors,
         pools: Mapping[Device, DeviceThreadPoolExecutor],
         *,
-        unannotated: Unannotated,
-        landing: Device | None,
         store: Store | None,
         failure: Exception | None,
-        nvtx: Any,
     ) -> None:
-        self.admission = admission
+        self.admission = placement.admission
         self.monitor = monitor
-        self.landing = landing
+        self.landing = in_place_of_the_first(placement.devices)
         self.store: Store = store  # type: ignore[assignment]  # no run without devices needs it
         self._made = {} if store is None else store.made
-        self.nvtx = nvtx  # the package that names ranges for profilers; None without ranges
+        # The package that names ranges for profilers; None without ranges.
+        self.nvtx: Any = import_module("nvtx") if options.nvtx else None
         self._placement = placement
         self._record = record
         self._actors = actors
         self._pools = pools
         self._worker = worker
-        self._unannotated = unannotated
+        self._unannotated: Unannotated = "leave" if failure else options.unannotated
         self._failure = failure  # why the worker does not have the devices
-        self._slot = admission.slot
-        self._uuids = {device: device.uuid for device in admission.states}
+        self._slot = self.admission.slot
+        self._uuids = {device: device.uuid for device in placement.devices}
 
     def freed(self, keys: Collection[Hashable], **message: object) -> None:
         """Forget the results of keys that the scheduler frees."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from time import monotonic
 from typing import Any, Final
+
+from dask.utils import key_split
 
 from dask_devctx import driver
 from dask_devctx.cuda import discovery
@@ -20,6 +21,7 @@ from dask_devctx.worker.placement.admission import Admission
 _PROCESSES_AGE_S: Final = 5.0
 # The longest text of an exception.
 _TEXT: Final = 2_000
+REFUSED: Final = "refused"  # an incident: a task got no device
 _SHOWN: Final = 4  # the most kinds of running tasks that a row names
 
 
@@ -30,11 +32,8 @@ class Record:
         self,
         admission: Admission,
         history: History,
-        remembered: int,
         counts: Callable[[Device], Mapping[str, int | None]],
     ) -> None:
-        # The latest tasks that got no device: key, prefix and reason.
-        self.refusals: deque[tuple[Hashable, str, str]] = deque(maxlen=remembered)
         self.without_device = 0  # tasks that ended and ran on no device
         self._counts = counts  # more counts of a device: `"held"` is the field `memory_held`
         self._admission = admission
@@ -49,8 +48,7 @@ class Record:
         """Note a task that got no device and fails with this error."""
         notes = () if isinstance(error, DevctxError) else getattr(error, "__notes__", ())
         reason = ". ".join([f"{type(error).__name__}: {error}", *notes])
-        self.refusals.append((ts.key, ts.prefix, reason))
-        self._history.happened("refused", key=ts.key, text=reason)
+        self._history.happened(REFUSED, key=ts.key, text=reason)
 
     def ended(
         self,
@@ -83,10 +81,13 @@ class Record:
 
     def report(self) -> dict[str, Any]:
         """Return the latest tasks, the devices' counts and the refusals, as plain data."""
+        incidents = self._history.incidents.since(0)[0]
         return {
             "runs": self._history.tasks.since(0)[0],
             "devices": self.rows(),
-            "refused": list(self.refusals),
+            "refused": [
+                (key, key_split(key), why) for what, *_, key, why in incidents if what == REFUSED
+            ],
             "without_device": self.without_device,
         }
 

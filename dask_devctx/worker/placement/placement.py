@@ -40,9 +40,9 @@ class Placement:
     """
 
     def __init__(self, admission: Admission, policy: Policy = start_soonest) -> None:
+        self.admission = admission
         self.devices = tuple(admission.states)
-        self._states = admission.states
-        self._limits = admission.limits
+        self._states, self._limits = admission.states, admission.limits
         self._tasks_per_device = admission.tasks_per_device
         self._policy = policy
         # The only device, if there is one and the policy has no choice.
