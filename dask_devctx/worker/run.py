@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from threading import get_ident
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
@@ -19,7 +18,7 @@ from dask_devctx.cuda.scope import Restored, is_any_current
 from dask_devctx.dask_internals.tasks import TaskStandIn
 from dask_devctx.worker.failures.guard import Guard
 from dask_devctx.worker.placement.admission import Claim
-from dask_devctx.worker.tracebacks import begins_with_the_task, of_the_task
+from dask_devctx.worker.tracebacks import BeginsWithTheTask, begins_with_the_task, of_the_task
 from dask_devctx.worker.values.use import Use
 from dask_devctx.worker.values.value import Value
 
@@ -164,7 +163,7 @@ class DeviceRun(_Run, Claim, Guard):
         return suspending.within(self.devices[0], self._call_coroutine(data))
 
 
-class HostRun(_Run):
+class HostRun(_Run, BeginsWithTheTask):
     """A run of a task without a device: nothing is current while it runs, and nothing stays so.
 
     Libraries that copy an input to the host begin to use CUDA's first device where none is current.
@@ -181,11 +180,11 @@ class HostRun(_Run):
     def __call__(self, data: Any = ()) -> Any:
         if self.is_coro:
             return self._in_scope(data)
-        with begins_with_the_task, self._elsewhere_after_failure(), self._scope(data):
+        with self, self._scope(data):
             return self._call(data)
 
     async def _in_scope(self, data: Any) -> Any:
-        with begins_with_the_task, self._elsewhere_after_failure():
+        with self:
             return await suspending.awaiting(self._scope(data), self._call_coroutine(data))
 
     def _scope(self, data: Any) -> AbstractContextManager[Any]:
@@ -196,12 +195,7 @@ class HostRun(_Run):
             return Restored(empty=True)
         return Restored(empty=True) if self.runs.monitor.has_failed() else landing
 
-    @contextmanager
-    def _elsewhere_after_failure(self) -> Iterator[None]:
-        """If it fails after a device did, which may have its inputs, run it on another worker."""
-        try:
-            yield
-        except Exception as error:
-            if self.runs.monitor.has_failed():
-                raise Reschedule from error
-            raise
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception) and self.runs.monitor.has_failed():
+            raise Reschedule from error  # the device that failed may have its inputs
+        super().__exit__(kind, error, traceback)
