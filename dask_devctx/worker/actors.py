@@ -47,7 +47,7 @@ class DeviceActors(dict[Hashable, Any]):
         self._worker = worker
         self.monitor = monitor
         self.moves = move_inputs  # whether arguments come to an actor's device
-        self._unanswered = 0
+        self._unanswered: set[object] = set()
 
     async def answered(self) -> None:
         """Wait until the callers of actors' methods have their answers."""
@@ -66,16 +66,14 @@ class DeviceActors(dict[Hashable, Any]):
         """Wrap the worker's call of a method, to know whose callers have no answer yet."""
 
         async def execute_counted(*args: Any, **kwargs: Any) -> Any:
-            self._unanswered += 1
+            call = object()
+            self._unanswered.add(call)
             try:
                 return await execute(*args, **kwargs)
             finally:  # the answer is sent after this returns
-                self._worker.loop.call_later(_ON_ITS_WAY_S, self._has_answered)
+                self._worker.loop.call_later(_ON_ITS_WAY_S, self._unanswered.discard, call)
 
         return execute_counted
-
-    def _has_answered(self) -> None:
-        self._unanswered -= 1
 
 
 class _OnDevices:

@@ -75,8 +75,7 @@ class DeviceExtension:
                 used = self._devices(steps, options, own)
             except Exception as error:
                 self.failure, used = self.failure or error, ()
-            tasks_per_device = options.tasks_per_device
-            self.admission = Admission(used, tasks_per_device, self.limits)
+            self.admission = Admission(used, options.tasks_per_device, self.limits)
             self.placement = Placement(self.admission, options.policy or start_soonest)
             self.history = steps.enter_context(remembering(worker, used, history))
             self.record = Record(self.admission, self.history, self._counts)
@@ -120,9 +119,7 @@ class DeviceExtension:
                 )
                 self.store.spill.stagings = self.peers.stagings
                 self.monitor.retries.store = self.store
-            self.pools = steps.enter_context(
-                device_threads(worker, self.admission, tasks_per_device)
-            )
+            self.pools = steps.enter_context(device_threads(worker, self.admission))
             actors = DeviceActors(worker, self.monitor, move_inputs=options.move_inputs)
             steps.enter_context(wrapped_handler(worker, "actor_execute", actors.counted))
             steps.enter_context(replaced_actors(worker, actors))

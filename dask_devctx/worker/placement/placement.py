@@ -115,7 +115,12 @@ class Placement:
 
     def _candidates(self, inputs: Sequence[Value], devices: Sequence[Device]) -> list[Candidate]:
         """Return the state of the devices that a task could get a part of."""
-        self._read_memory()
+        now = monotonic()
+        if now - self._memory_read_at > _MEMORY_AGE_S:
+            self._memory_read_at = now
+            for state in self._states.values():
+                found = discovery.memory_info(driver.backend(), state.device.info)
+                state.free_memory = None if found is None else found[0]
         moves, move_nbytes = self._moves(inputs)
         at_once = self._tasks_per_device
         return [
@@ -131,14 +136,6 @@ class Placement:
             )
             for state in map(self._states.__getitem__, devices)
         ]
-
-    def _read_memory(self) -> None:
-        now = monotonic()
-        if now - self._memory_read_at > _MEMORY_AGE_S:
-            self._memory_read_at = now
-            for state in self._states.values():
-                found = discovery.memory_info(driver.backend(), state.device.info)
-                state.free_memory = None if found is None else found[0]
 
     def _moves(self, inputs: Iterable[Value]) -> tuple[dict[Device, int], dict[Device, int]]:
         """Return how many of the inputs each device lacks, and their bytes."""

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 from dask.system import CPU_COUNT
@@ -32,28 +32,24 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def device_threads(
-    worker: Worker, admission: Admission, threads: int
+    worker: Worker, admission: Admission
 ) -> Iterator[dict[Device, DeviceThreadPoolExecutor]]:
     """While it is open, a worker has an executor for each device, and runs its tasks there."""
     pools: dict[Device, DeviceThreadPoolExecutor] = {}
     for device, queue in admission.states.items():
         started = partial(keep_to, near_cpus(device.info.cpu_affinity))
-        name = f"devctx-{device}"
+        name, threads = f"devctx-{device}", admission.tasks_per_device
         pools[device] = DeviceThreadPoolExecutor(name, threads, queue, started, clear_frames)
-
-    def end(name: str, pool: DeviceThreadPoolExecutor) -> None:
+    named = {f"devctx:{device}": pool for device, pool in pools.items()}
+    worker.executors.update(named)
+    try:
+        with sending_tasks_on(worker.executors["default"]) if pools else nullcontext():
+            yield pools
+    finally:
         # A worker that closes shuts its executors down itself, and waits for them.
-        if worker.status is not Status.closing:
+        for name, pool in named.items() if worker.status is not Status.closing else ():
             worker.executors.pop(name, None)
             pool.shutdown(wait=False)
-
-    with ExitStack() as steps:
-        if pools:
-            steps.enter_context(sending_tasks_on(worker.executors["default"]))
-        for device, pool in pools.items():
-            steps.callback(end, f"devctx:{device}", pool)
-            worker.executors[f"devctx:{device}"] = pool
-        yield pools
 
 
 def near_cpus(cpus: frozenset[int] | None) -> frozenset[int] | None:
