@@ -173,7 +173,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             if not await registration.refuse(worker, failure, share.tell, leaves=self.is_required):
                 raise failure  # dask tells the client, and keeps the plugin
         elif self.extension is not None:
-            registration.say_devices(self.worker_devices)
+            self.extension.log_devices()
             await registration.announce(self.extension.limits, share.tell)
 
     def _use(
@@ -184,7 +184,6 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             self.extension.close()
             self.extension = None
         self.extension = DeviceExtension(worker, self.options, devices, failure)
-        self.extension.warn_of_few_threads()
         return self.extension.failure
 
     async def teardown(self, worker: Worker) -> None:

@@ -13,7 +13,7 @@ from dask_devctx.config.options import LOOK_AHEAD, Options, remembered_tasks
 from dask_devctx.cuda.device import Device, devices
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.dask_internals import check_worker
-from dask_devctx.dask_internals.connections import unpickled_later
+from dask_devctx.dask_internals.connections import answering, unpickled_later
 from dask_devctx.dask_internals.shuffles import rechunking
 from dask_devctx.dask_internals.tasks import executed_by
 from dask_devctx.dask_internals.worker import (
@@ -23,6 +23,7 @@ from dask_devctx.dask_internals.worker import (
     wrapped_handler,
 )
 from dask_devctx.errors import counted
+from dask_devctx.scheduler.messages import HISTORY
 from dask_devctx.scheduler.rows import METRIC, TRAFFIC
 from dask_devctx.transfer.traffic import TrafficCounts
 from dask_devctx.worker.actors import DeviceActors
@@ -30,7 +31,7 @@ from dask_devctx.worker.allocators import allocating
 from dask_devctx.worker.comms import landing_on
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.oom_retries import Retries
-from dask_devctx.worker.metrics.history import remembering
+from dask_devctx.worker.metrics.history import History
 from dask_devctx.worker.metrics.prometheus import exposed
 from dask_devctx.worker.metrics.record import Record
 from dask_devctx.worker.peers import exchanging
@@ -45,7 +46,7 @@ from dask_devctx.worker.threads.garbage import short_collections
 from dask_devctx.worker.values.accounting import limit_nbytes
 from dask_devctx.worker.values.store import Store, storing
 
-# A child of dask's own: it is a line of the worker's log as dask's own are.
+# A child of dask's own: a worker shows its level INFO, as a line like dask's own.
 _of_worker = logging.getLogger("distributed.worker.dask_devctx")
 
 
@@ -77,7 +78,9 @@ class DeviceExtension:
                 self.failure, used = self.failure or error, ()
             self.admission = Admission(used, options.tasks_per_device, self.limits)
             self.placement = Placement(self.admission, options.policy or start_soonest)
-            self.history = steps.enter_context(remembering(worker, used, history))
+            self.history = History(history, used, lambda: worker.scheduler_delay)
+            answers = {HISTORY: self.history.answer}
+            steps.enter_context(answering(worker, answers, to_the_end=True))
             self.record = Record(self.admission, self.history, self._counts)
             steps.enter_context(metric(worker, METRIC, self.record.metrics))
             self.monitor = Monitor(
@@ -165,9 +168,12 @@ class DeviceExtension:
             steps.push(taking.pop_all())
         return devices
 
-    def warn_of_few_threads(self) -> None:
-        """Warn if dask gives the worker too few tasks to keep its devices busy."""
-        worker, at_once = self._worker, len(self.pools) * self.admission.tasks_per_device
+    def log_devices(self) -> None:
+        """Say which devices the worker uses; warn if dask gives it too few tasks for them."""
+        used = self.placement.devices
+        names = ", ".join(f"{device.info} {device.name or ''}".rstrip() for device in used)
+        _of_worker.info("This worker uses %s: %s", counted(len(used), "device"), names)
+        worker, at_once = self._worker, len(used) * self.admission.tasks_per_device
         nthreads, enough = worker.state.nthreads, LOOK_AHEAD * at_once
         if nthreads < 2 * at_once:
             _of_worker.warning(

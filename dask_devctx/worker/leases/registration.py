@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
@@ -16,13 +16,11 @@ from dask_devctx import driver
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.worker import is_joining
-from dask_devctx.errors import DevctxError, DevicesInUseError, counted
+from dask_devctx.errors import DevctxError, DevicesInUseError
 from dask_devctx.scheduler.messages import ANNOUNCE, PROTOCOL, REFUSE
 from dask_devctx.scheduler.routing import DeviceRouting
 
 logger = logging.getLogger(__name__)
-# A child of dask's own: a worker shows its level INFO.
-_of_worker = logging.getLogger("distributed.worker.dask_devctx")
 
 NOT_STARTED = (
     "The worker does not start without the devices of its plugin. With --preload dask_devctx the "
@@ -41,12 +39,6 @@ _TEXT = 2_000
 
 # Sends a message about a worker's devices: `DeviceShare.tell`.
 Tell = Callable[..., Awaitable[None]]
-
-
-def say_devices(devices: Sequence[Device]) -> None:
-    """Say in the worker's log which devices it uses."""
-    names = ", ".join(f"{device.info} {device.name or ''}".rstrip() for device in devices)
-    _of_worker.info("This worker uses %s: %s", counted(len(devices), "device"), names)
 
 
 # A scheduler that could not be reached is asked again after this time.

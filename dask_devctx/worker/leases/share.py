@@ -24,7 +24,6 @@ from dask_devctx.worker.leases.locks import held_devices, take
 # process that just ended, or whose plugin is just replaced.
 _PATIENCE_S: Final = 1.0
 _POLL_S: Final = 0.05
-_WHO: Final = "this worker"
 
 # The devices that a worker had, for a plugin that takes another one's place.
 _before: WeakKeyDictionary[Worker, tuple[Device, ...]] = WeakKeyDictionary()
@@ -141,4 +140,4 @@ class DeviceShare:
     ) -> DevicesInUseError:
         own = self._of_cluster
         texts = {one: who.replace(own, " of its own cluster") for one, who in held.items()}
-        return in_use(_WHO, wanted, free, texts)
+        return in_use("this worker", wanted, free, texts)

@@ -11,15 +11,11 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final
 
-from distributed import Worker
-
 from dask_devctx.cuda.device import Device
-from dask_devctx.dask_internals.connections import answering
-from dask_devctx.scheduler.messages import ANSWER_LIMIT, HISTORY
+from dask_devctx.scheduler.messages import ANSWER_LIMIT
 from dask_devctx.scheduler.rows import KINDS
 
 # Ten minutes of heartbeats.
@@ -121,11 +117,3 @@ class History:
             "rows": rows,
             "devices": self._devices,
         }
-
-
-@contextmanager
-def remembering(worker: Worker, devices: Sequence[Device], limit: int) -> Iterator[History]:
-    """While it is open, a worker has a history and answers questions about it."""
-    history = History(limit, devices, lambda: worker.scheduler_delay)
-    with answering(worker, {HISTORY: history.answer}, to_the_end=True):
-        yield history
