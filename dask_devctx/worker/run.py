@@ -94,17 +94,12 @@ class DeviceRun(_Run, Claim, Guard):
     made: Value | None = None
 
     def __init__(
-        self,
-        runs: Runs,
-        ts: Any,
-        devices: tuple[Device, ...],
-        share: int,
-        priority: tuple[Any, ...],
+        self, runs: Runs, ts: Any, devices: tuple[Device, ...], priority: tuple[Any, ...]
     ) -> None:
         # as those of its bases, which would be another call for each task
         self.key = ts.key
         self.devices = devices
-        self.share = share
+        self.share = runs.slot
         self.priority = priority
         self.runs = runs
         self.monitor = runs.monitor

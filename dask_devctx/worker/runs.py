@@ -73,7 +73,7 @@ class Runs:
         self._worker = worker
         self._unannotated: Unannotated = "leave" if failure else options.unannotated
         self._failure = failure  # why the worker does not have the devices
-        self._slot = self.admission.slot
+        self.slot = self.admission.slot
         self._uuids = {device: device.uuid for device in placement.devices}
 
     def freed(self, keys: Collection[Hashable], **message: object) -> None:
@@ -133,12 +133,12 @@ class Runs:
                 last = False
                 break
         by_user, *others = ts.priority
-        run = DeviceRun(self, ts, devices, self._slot, (by_user, int(last), *others))
+        run = DeviceRun(self, ts, devices, (by_user, int(last), *others))
         if not wanted.plain:
             run.is_plain = False
             run.share = share_units(placement.share_of(wanted, devices[0]))
             run.nbytes = wanted.nbytes or 0
-            run.slots = run.share / self._slot
+            run.slots = run.share / self.slot
         if key in self._actors:
             self._actors.devices[ts] = devices
         # Nothing fails from here on: what is counted now is counted until its end.
