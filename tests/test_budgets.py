@@ -32,8 +32,8 @@ FILES = {"dask_devctx": 144}
 CIRCLE = 2
 # On the scheduler, on the worker's event loop, and on the device's thread.
 CALLS = {
-    "empty": {"scheduler": 4.9, "loop": 19.3, "thread": 27.9},
-    "input and result": {"scheduler": 3.0, "loop": 22.3, "thread": 63.9},
+    "empty": {"scheduler": 4.9, "loop": 19.3, "thread": 24.9},
+    "input and result": {"scheduler": 3.0, "loop": 22.3, "thread": 60.9},
 }
 
 ROOT = Path(__file__).parents[1]

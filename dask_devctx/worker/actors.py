@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Final
 
 from distributed import Worker
 
-from dask_devctx.cuda import suspending
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.on_device import known_as_the_tasks
 from dask_devctx.dask_internals import worker as internals
@@ -82,52 +81,58 @@ class _OnDevices:
     def __init__(
         self, actor: Any, key: Hashable, devices: tuple[Device, ...], actors: DeviceActors
     ) -> None:
-        self._actor, self._devices, self._moves = actor, devices, actors.moves
-        self._guard = partial(Guard, actors.monitor, key, devices)
+        self._actor = actor
+        self._method = partial(_Method, actors, key, devices)
 
     def __getattr__(self, name: str) -> Any:
-        actor, device = self._actor, self._devices[0]
+        actor = self._actor
         if not callable(getattr(type(actor), name, None)):  # a property may compute
-            return self._guard().run(self._call, getattr, actor, name)
+            return self._method(getattr)(((actor, name), {}))
         method = getattr(actor, name)
         call: Callable[..., Any]
         if inspect.iscoroutinefunction(method):
 
             async def call(*args: Any, **kwargs: Any) -> Any:
-                def body() -> Any:
-                    return suspending.within(device, self._await(method, *args, **kwargs))
-
-                return await self._guard(is_coro=True).run_coroutine(body)
+                return await self._method(method)((args, kwargs))
         else:
 
             def call(*args: Any, **kwargs: Any) -> Any:
-                body = partial(self._call, method, *args, **kwargs)
-                return suspending.within(device, self._guard().run(body))
+                return self._method(method)((args, kwargs))
 
         return functools.wraps(method)(call)
 
-    def _call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self._brought(args, kwargs)
-        with known_as_the_tasks(self._devices):
-            result = method(*args, **kwargs)
+
+class _Method(Guard):
+    """One call of an actor's method; its data are the arguments."""
+
+    def __init__(
+        self, actors: DeviceActors, key: Hashable, devices: tuple[Device, ...], method: Any
+    ) -> None:
+        super().__init__(actors.monitor, key, devices)
+        self._moves, self._method = actors.moves, method
+        self.is_coro = inspect.iscoroutinefunction(method)
+
+    def _call(self, data: Any) -> Any:
+        args, kwargs = self._brought(data)
+        with known_as_the_tasks(self.devices):
+            result = self._method(*args, **kwargs)
         with suppress(Exception):  # a user's type raised, or the device failed
             if (made := stamp(result)) is not None:
                 wait_for(made)
         return result
 
-    async def _await(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self._brought(args, kwargs)
-        with known_as_the_tasks(self._devices):
-            result = await method(*args, **kwargs)
+    async def _call_coroutine(self, data: Any) -> Any:
+        args, kwargs = self._brought(data)
+        with known_as_the_tasks(self.devices):
+            result = await self._method(*args, **kwargs)
         with suppress(Exception):
             made = stamp(result)
             while made is not None and not made.done():
                 await asyncio.sleep(_POLL_S)
         return result
 
-    def _brought(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return a method's arguments on the first device, unless they are on the devices."""
-        given = args, kwargs
-        if self._moves and nbytes_by_device(given).keys() - {*self._devices}:
-            return to_device(given, self._devices[0], after=stamp(given))
+    def _brought(self, given: Any) -> Any:
+        """Return the method's arguments on the first device, unless they are on the devices."""
+        if self._moves and nbytes_by_device(given).keys() - {*self.devices}:
+            return to_device(given, self.devices[0], after=stamp(given))
         return given

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 from contextlib import AbstractContextManager, nullcontext, suppress
-from threading import get_ident
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,7 +17,7 @@ from dask_devctx.cuda.scope import Restored, is_any_current
 from dask_devctx.dask_internals.tasks import TaskStandIn
 from dask_devctx.worker.failures.guard import Guard
 from dask_devctx.worker.placement.admission import Claim
-from dask_devctx.worker.tracebacks import BeginsWithTheTask, begins_with_the_task, of_the_task
+from dask_devctx.worker.tracebacks import BeginsWithTheTask, begins_with_the_task
 from dask_devctx.worker.values.use import Use
 from dask_devctx.worker.values.value import Value
 
@@ -86,11 +85,8 @@ class DeviceRun(_Run, Claim, Guard):
 
     is_task = True
     is_plain = True  # it takes one slot, and none as a coroutine or on threads of the user's
-    # Whether it has to wait for its slot. If not, it has begun for dask, and runs although it may
-    # have been cancelled a moment ago.
     queued = True
     not_again = ""
-    thread: int | None = None
     made: Value | None = None
 
     def __init__(
@@ -110,27 +106,9 @@ class DeviceRun(_Run, Claim, Guard):
         self.known = devices[0] if len(devices) == 1 else devices
         self.placed_at = self.began_at = perf_counter()
 
-    def is_cancelled(self) -> bool:
-        return bool(self.ts.state == "cancelled")
-
     def seceded(self) -> None:
         self.aside, self.until = True, 0.0  # it may wait for others, which have its turn now
         self.runs.seceded(self)
-
-    def __call__(self, data: Any = ()) -> Any:
-        if self.is_coro:
-            return self._await(data)
-        try:
-            if self.queued and self.ts.state == "cancelled":
-                raise Reschedule  # dask ignores this, unless the task was requested again just now
-            self.began_at, self.thread = perf_counter(), get_ident()
-            result = self.run(self._call, data)
-        except BaseException as error:
-            error.__traceback__ = of_the_task(error)
-            raise
-        if isinstance(result, suspending.SUSPENDED):
-            return suspending.within(self.devices[0], result)
-        return result
 
     async def _await(self, data: Any) -> Any:
         admission = self.runs.admission
@@ -146,16 +124,10 @@ class DeviceRun(_Run, Claim, Guard):
                     self.granted = grant
                     admission.submit(self)
                     await there.wait()
-                if self.queued and self.ts.state == "cancelled":
-                    raise Reschedule
-                self.began_at, self.thread = perf_counter(), get_ident()
-                return await self.run_coroutine(self._on_device, data)
+                return await super()._await(data)
             finally:
                 admission.withdraw(self)
                 admission.release(self)
-
-    def _on_device(self, data: Any) -> Any:
-        return suspending.within(self.devices[0], self._call_coroutine(data))
 
 
 class HostRun(_Run, BeginsWithTheTask):

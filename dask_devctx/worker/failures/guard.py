@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Callable, Coroutine, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Final
 
 from distributed import Reschedule
 
+from dask_devctx.cuda import suspending
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import clear_frames, is_out_of_memory
 from dask_devctx.dask_internals.tasks import rejoin_if_seceded
@@ -27,11 +29,22 @@ _CURRENT: Final = nullcontext()
 class Guard(Call):
     """One guarded call, of a function or of a coroutine function; it is tried again inside.
 
-    It is an actor's method; a run of a task is one that can do more. The call ends with
-    ``DeviceFailedError`` if the device failed in it, or in one that does not run again; with
-    ``DeviceOutOfMemoryError`` if memory ran out, also in the last retry; with ``Reschedule`` if it
-    must run again elsewhere.
+    A subclass says in ``_call``, or in ``_call_coroutine``, what it does with its data: a run of a
+    task, or an actor's method. The call ends with ``DeviceFailedError`` if the device failed in it,
+    or in one that does not run again; with ``DeviceOutOfMemoryError`` if memory ran out, also in
+    the last retry; with ``Reschedule`` if it must run again elsewhere.
     """
+
+    _call: Callable[[Any], Any]
+    _call_coroutine: Callable[[Any], Coroutine[Any, Any, Any]]
+    # A function has its device current around it. A coroutine enters it at each resume.
+    is_coro = False
+    ts: Any = None  # dask's state of its task
+    # Whether it has to wait for its slot. If not, it has begun for dask, and runs although it may
+    # have been cancelled a moment ago.
+    queued = False
+    began_at = 0.0
+    thread: int | None = None
 
     synchronizes = False  # whether it waits for its devices before and after the call
     # Why it does not run again after a device failed; "" if it may.
@@ -39,40 +52,33 @@ class Guard(Call):
         "calls of actors run once, and this actor's state is lost with its worker. Make a new actor"
     )
 
-    def __init__(
-        self,
-        monitor: Monitor,
-        key: Hashable,
-        devices: tuple[Device, ...],
-        *,
-        is_coro: bool = False,
-    ) -> None:
+    def __init__(self, monitor: Monitor, key: Hashable, devices: tuple[Device, ...]) -> None:
         self.monitor = monitor
         self.key = key
         self.devices = devices
-        # A function has its device current around it. A coroutine enters it itself, at each resume.
-        self.is_coro = is_coro
 
-    def is_cancelled(self) -> bool:
-        """Return whether dask needs it no more; on any thread."""
-        return False
-
-    def run(self, body: Callable[..., Any], *args: Any) -> Any:
-        """Return what a function returns, called on this thread in its device's scope."""
+    def __call__(self, data: Any = ()) -> Any:
+        """Return what it returns, called on this thread in its device's scope; or a coroutine."""
+        if self.is_coro:
+            return self._await(data)
         try:
-            self._steps(body, args).send(None)  # nothing in it is awaited: see `_do` and `_pause`
+            self._steps(data).send(None)  # nothing in it is awaited: see `_do` and `_pause`
         except StopIteration as end:
             result, error = end.value
         if error is None:
+            if isinstance(result, suspending.SUSPENDED):
+                return suspending.within(self.devices[0], result)
             return result
         try:
             raise error
+        except BaseException:
+            error.__traceback__ = of_the_task(error)
+            raise
         finally:
-            del error  # a traceback holds this frame: make no cycle
+            del error  # a traceback may hold this frame: make no cycle
 
-    async def run_coroutine(self, body: Callable[..., Awaitable[Any]], *args: Any) -> Any:
-        """Return what a coroutine returns."""
-        result, error = await self._steps(body, args)
+    async def _await(self, data: Any) -> Any:
+        result, error = await self._steps(data)
         if error is None:
             return result
         try:
@@ -91,10 +97,11 @@ class Guard(Call):
         else:
             time.sleep(_POLL_S)
 
-    async def _steps(
-        self, body: Callable[..., Any], args: tuple[Any, ...]
-    ) -> tuple[Any, BaseException | None]:
+    async def _steps(self, data: Any) -> tuple[Any, BaseException | None]:
         """Return the call's result, and the exception that it ends with or None."""
+        if self.queued and self.ts.state == "cancelled":
+            raise Reschedule  # dask ignores this, unless the task was requested again just now
+        self.began_at, self.thread = time.perf_counter(), threading.get_ident()
         monitor, key, calls = self.monitor, self.key, self.monitor.calls
         outcome: BaseException | None = None
         raised: BaseException | None = None
@@ -110,9 +117,11 @@ class Guard(Call):
                     if not self._begin():
                         continue
                     try:
-                        result = body(*args)
                         if self.is_coro:
-                            result = await result
+                            coroutine = self._call_coroutine(data)
+                            result = await suspending.within(self.devices[0], coroutine)
+                        else:
+                            result = self._call(data)
                     except BaseException as error:
                         raised = error
                     if self.synchronizes and (raised is None or isinstance(raised, Exception)):
@@ -162,8 +171,7 @@ class Guard(Call):
 
     def _refuse(self) -> None:
         """Raise if it may not begin: the devices failed, or dask needs it no more."""
-        # dask ignores this of a cancelled task, unless it was requested again just now.
-        if self.monitor.failure is not None or self.is_cancelled():
+        if self.monitor.failure is not None or (self.ts and self.ts.state == "cancelled"):
             raise Reschedule
 
     def _drain(self) -> None:
