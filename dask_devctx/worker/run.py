@@ -108,7 +108,7 @@ class DeviceRun(_Run, Claim, Guard):
 
     def seceded(self) -> None:
         self.aside, self.until = True, 0.0  # it may wait for others, which have its turn now
-        self.runs.seceded(self)
+        self.runs.loop.add_callback(self.runs.placement.remove, self)
 
     async def _await(self, data: Any) -> Any:
         admission = self.runs.admission

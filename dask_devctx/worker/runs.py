@@ -66,11 +66,11 @@ class Runs:
         self._made = {} if store is None else store.made
         # The package that names ranges for profilers; None without ranges.
         self.nvtx: Any = import_module("nvtx") if options.nvtx else None
-        self._placement = placement
+        self.placement = placement
         self._record = record
         self._actors = actors
         self._pools = pools
-        self._worker = worker
+        self.loop = worker.loop
         self._unannotated: Unannotated = "leave" if failure else options.unannotated
         self._failure = failure  # why the worker does not have the devices
         self.slot = self.admission.slot
@@ -89,7 +89,7 @@ class Runs:
             isolated, not_again = _conditions(annotations) if annotations else (0, "")
             wanted = requested_device(annotations, self._unannotated, ts.run_spec)
             if wanted is HOST_ONLY:
-                if not self._placement.devices:
+                if not self.placement.devices:
                     return None
                 return HostRun(self, ts, theirs=theirs)
             if theirs and not wanted.plain:
@@ -112,7 +112,7 @@ class Runs:
     def _on_devices(self, ts: Any, wanted: Request) -> DeviceRun:
         if self._failure is not None:
             raise self._failure
-        key, dependencies, placement, store = ts.key, ts.dependencies, self._placement, self.store
+        key, dependencies, placement, store = ts.key, ts.dependencies, self.placement, self.store
         inputs: list[Value] = []
         # Where there is no choice, inputs matter only if they can be moved ahead.
         choice = len(placement.devices) > 1
@@ -162,7 +162,7 @@ class Runs:
             return
         # First what others wait for, then what is told of it.
         seconds = None if start is None or stop is None else stop - start
-        self._placement.remove(run, seconds)
+        self.placement.remove(run, seconds)
         made, run.made = run.made, None
         if made is not None and ended and state == "memory" and ts.key not in self._actors:
             self._made[ts.key] = made
@@ -170,10 +170,6 @@ class Runs:
             # the seconds that it waited for a slot, for its inputs and for memory, and its thread
             waited = run.began_at - run.placed_at, run.inputs_s, run.memory_s, run.thread
             self._record.ended(ts, run.devices, state, start, stop, waited, text)
-
-    def seceded(self, run: DeviceRun) -> None:
-        """Note that a run seceded from its thread: it may wait for other tasks; on any thread."""
-        self._worker.loop.add_callback(self._placement.remove, run)
 
 
 def _conditions(annotations: Mapping[str, Any]) -> tuple[int, str]:

@@ -74,7 +74,7 @@ class Calls:
         self.turns: set[Call] = set()
         self.works = _Works(self)
         self._taking = threading.Lock()
-        self._closed = False
+        self.closed = False  # whether all waits end
 
     def running_on(self, device: Device | None) -> list[Call]:
         """Return the running calls, of one device or of all."""
@@ -93,7 +93,7 @@ class Calls:
         """Return whether a call need not wait for others; one that runs alone holds others back."""
         with self._taking:
             now = time.monotonic()
-            if self._closed:
+            if self.closed:
                 return True
             if call not in self.turns:
                 turns = [o for o in tuple(self.turns) if now < o.until and o.key != call.key]
@@ -109,10 +109,6 @@ class Calls:
     def is_alone_on(self, device: Device) -> bool:
         """Return whether a task that lacked memory has a device for itself."""
         return any(one.alone_on is device for one in tuple(self.turns))
-
-    def close(self) -> None:
-        """End all waits."""
-        self._closed = True
 
 
 class Work:

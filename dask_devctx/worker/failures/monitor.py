@@ -58,7 +58,7 @@ class Monitor:
     def close(self) -> None:
         """Release the monitor's resources; running calls are monitored to their end."""
         self._looking.stop()
-        self.calls.close()
+        self.calls.closed = True
 
     # -- health
 
