@@ -140,30 +140,23 @@ class Stamp:
     @classmethod
     def of_devices(cls, devices: Iterable[Device]) -> Self:
         """Return a stamp of this thread's work on devices, and of all in their blocking streams."""
-        stamp = cls({})
-        for device in devices:
-            with device:
-                stamp._record(device, (LEGACY_STREAM, *current_streams(device)))
-        return stamp
+        return cls.of_streams(devices, LEGACY_STREAM)
 
     @classmethod
-    def of_streams(cls, devices: Iterable[Device]) -> Self:
-        """Return a stamp of the work in the streams that are current on this thread only."""
+    def of_streams(cls, devices: Iterable[Device], *more: int) -> Self:
+        """Return a stamp of the work in this thread's current streams, and in ``more`` streams."""
         stamp = cls({})
         for device in devices:
             with device:
-                stamp._record(device, current_streams(device))
+                events = []
+                for stream in dict.fromkeys((*more, *current_streams(device))):
+                    event = Event(device)
+                    if event.record_unless_captured(stream):
+                        events.append(event)
+                    elif stream == LEGACY_STREAM:
+                        stamp._unrecorded.add(device)
+            stamp._events[device] = tuple(events)
         return stamp
-
-    def _record(self, device: Device, streams: Iterable[int]) -> None:
-        events = []
-        for stream in dict.fromkeys(streams):
-            event = Event(device)
-            if event.record_unless_captured(stream):
-                events.append(event)
-            elif stream == LEGACY_STREAM:
-                self._unrecorded.add(device)
-        self._events[device] = tuple(events)
 
     def _record_rest(self, *, wait: bool) -> bool:
         """Record what a capture forbade; return whether nothing remains."""
@@ -183,25 +176,17 @@ class Stamp:
         """The devices that do the work."""
         return tuple(self._events)
 
-    def hold_back(self, device: Device) -> None:
-        """Make this thread's current streams of ``device`` wait for the work."""
+    def hold_back(self, device: Device, *streams: int) -> None:
+        """Make streams of ``device``, or this thread's current ones, wait for the work."""
         if self._succeeded():  # to ask costs less than a wait
             return
-        with device:
-            for stream in current_streams(device):
-                self._hold_back(stream)
-
-    def hold_back_stream(self, stream: int) -> None:
-        """Make a stream of the current device wait for the work, unless it is done."""
-        if not self._succeeded():
-            self._hold_back(stream)
-
-    def _hold_back(self, stream: int) -> None:
         if self._unrecorded:
             self._record_rest(wait=True)
-        for events in self._events.values():
-            for event in events:
-                event.holds_back(stream)
+        events = [event for some in self._events.values() for event in some]
+        with device:
+            for stream in streams or current_streams(device):
+                for event in events:
+                    event.holds_back(stream)
 
     def hold_back_readers(self) -> None:
         """Make this thread's current streams of all these devices wait: for a read, not a move."""

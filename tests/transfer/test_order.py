@@ -99,8 +99,7 @@ def test_readers_on_another_thread_and_in_a_stream_of_their_own(
     thread.join()
     assert order.before(2) == {"made"}
     own = order.stream(1, blocking=False)
-    with Device(1):
-        made.hold_back_stream(own)
+    made.hold_back(Device(1), own)
     assert order.before(1, own) == {"made"}
     lane = None
     with Device(3):

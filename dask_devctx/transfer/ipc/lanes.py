@@ -39,7 +39,7 @@ class Lane:
 
     def after(self, stamp: Stamp) -> None:
         """Make all later copies wait for the work of a stamp."""
-        stamp.hold_back_stream(self._stream)
+        stamp.hold_back(self.device, self._stream)
 
     def after_current_streams(self) -> None:
         """Make all later copies wait for the work in this thread's current streams."""
