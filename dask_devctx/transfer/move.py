@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from typing import Any, TypeVar
@@ -16,7 +15,7 @@ from dask_devctx.transfer import walk
 from dask_devctx.transfer.events import Stamp, hold, release_held
 from dask_devctx.transfer.location import nbytes_by_device
 from dask_devctx.transfer.rebuild import Memo, Rebuild
-from dask_devctx.transfer.traffic import connect
+from dask_devctx.transfer.traffic import TimedCopy, connect, thread
 from dask_devctx.transfer.walk import Registry
 
 T = TypeVar("T")
@@ -60,13 +59,14 @@ class Move:
         *,
         copy: bool = False,
         guard_source: bool = True,  # whoever writes to the source next waits for the copy
-        read_only: bool = False,  # the copies, if their library can
+        counted: bool = False,  # dask keeps the copies: they are timed, and read-only if possible
     ) -> None:
         self.device = device
         self._after = () if after is None else (after,) if isinstance(after, Stamp) else [*after]
         self._copy = copy
         self._guard_source = guard_source
-        self._read_only = read_only
+        self.counted = counted
+        self.timed: list[TimedCopy] = []
         self._sources: dict[Device, list[Stamp]] = {}
         self._read: list[Any] = []
         self._waited_here = False
@@ -75,12 +75,12 @@ class Move:
     def run(self, value: Any) -> Any:
         """Return the value on the device."""
         release_held(_LOOK_AT_MOST)
-        before, _thread.move = _thread.move, self
+        before, thread.move = thread.move, self
         try:
             with RelaxedCapture(driver.backend().driver().work):  # libraries allocate
                 return self.take(value)
         finally:
-            _thread.move = before
+            thread.move = before
             self._finish()
 
     def take(self, value: Any) -> Any:
@@ -128,7 +128,7 @@ class Move:
                 self.keep(value)
                 with self.device:
                     moved = function(value, self.device)
-            if self._read_only and moved is not value:
+            if self.counted and moved is not value:
                 with suppress(AttributeError):  # most libraries have no read-only arrays
                     moved.flags.writeable = False
         elif places and self.device is not None and not self._waited_here:
@@ -275,8 +275,7 @@ class ToDevice(Registry):
             return value
         kind = getattr(device, "type", device)  # torch's device has one
         target = None if isinstance(kind, str) and kind == "cpu" else Device(device)
-        move = _thread.move
-        if move is not None and move.device is target:
+        if (move := thread.move) is not None and move.device is target:
             return move.take(value)  # type: ignore[no-any-return]
         if target is not None and not nbytes_by_device(value):
             return value
@@ -284,15 +283,9 @@ class ToDevice(Registry):
         return move.run(value)  # type: ignore[no-any-return]
 
 
-class _Thread(threading.local):
-    move: Move | None = None
-
-
-_thread = _Thread()
 to_device = ToDevice()
 
 
 def current_move() -> Move:
     """Return the move that called the registered function that runs now."""
-    assert _thread.move is not None
-    return _thread.move
+    return thread.move  # type: ignore[no-any-return]

@@ -105,33 +105,28 @@ class TimedCopy(NamedTuple):
     end: Event
 
 
-class _Thread(threading.local):
-    copies: list[TimedCopy] | None = None
+class Thread(threading.local):
+    """The :class:`~dask_devctx.transfer.move.Move` that runs on a thread."""
+
+    move: Any = None
 
 
-_thread = _Thread()
-
-
-@contextmanager
-def timing() -> Iterator[list[TimedCopy]]:
-    """While it is open, the large copies that this thread orders are timed; yield them."""
-    before, _thread.copies = _thread.copies, []
-    try:
-        yield _thread.copies
-    finally:
-        _thread.copies = before
+thread = Thread()
 
 
 @contextmanager
 def timed(device: Device, source: Device, nbytes: int, stream: int) -> Iterator[None]:
-    """Time the copy that is ordered inside, in a stream of the current device, if it is large."""
-    copies = _thread.copies
-    if copies is None or nbytes < LEAST_NBYTES:
+    """Time a copy that is ordered inside, in a stream of the current device.
+
+    It is large, and of a move whose copies are counted.
+    """
+    move = thread.move
+    if move is None or not move.counted or nbytes < LEAST_NBYTES:
         yield
         return
     begin = Event(device, timed=True).record(stream)
     yield
-    copies.append(TimedCopy(source, nbytes, begin, Event(device, timed=True).record(stream)))
+    move.timed.append(TimedCopy(source, nbytes, begin, Event(device, timed=True).record(stream)))
 
 
 @dataclass

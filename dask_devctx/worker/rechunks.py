@@ -26,7 +26,7 @@ from dask_devctx.transfer.ipc import lanes
 from dask_devctx.transfer.libraries import Library, of_type
 from dask_devctx.transfer.location import memory_of
 from dask_devctx.transfer.move import Move
-from dask_devctx.transfer.traffic import TrafficCounts, timing
+from dask_devctx.transfer.traffic import TrafficCounts
 from dask_devctx.worker.leases.registration import tell
 from dask_devctx.worker.rechunk_grid import (
     Block,
@@ -268,10 +268,10 @@ class Rechunks:
         if source is None or source is device:
             return packed
         begun, start = time.time(), time.perf_counter()
-        with timing() as timed:
-            packed = Move(device, guard_source=False, read_only=True).run(packed)
+        move = Move(device, guard_source=False, counted=True)
+        packed = move.run(packed)
         took, nbytes = time.perf_counter() - start, int(sizes[arrived.which].sum())
-        self._traffic.copied({source: nbytes}, device, begun, took, timed)
+        self._traffic.copied({source: nbytes}, device, begun, took, move.timed)
         return packed
 
     def _empty(

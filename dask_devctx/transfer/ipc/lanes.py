@@ -56,7 +56,8 @@ class Lane:
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Enqueue a copy between two addresses."""
-        self._calls.work.copy(target, source, nbytes, self._stream, at_once=self._at_once)
+        if nbytes:
+            self._calls.work.copy(target, source, nbytes, self._stream, at_once=self._at_once)
 
     def copy_out(self, host: int, source: int, nbytes: int) -> None:
         """Enqueue a copy from the device to a host address."""

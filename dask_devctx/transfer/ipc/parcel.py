@@ -11,7 +11,7 @@ import math
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -81,18 +81,22 @@ def part_of(frame: Any) -> Part:
     return Part(int(said["data"][0] or 0), int(nbytes), kind, None, frame)
 
 
-def allocate(kind: str, nbytes: int, detail: Any, device: Device) -> tuple[Any, int]:
-    """Return memory for a part on the current device, and its address.
+def allocate(parts: Iterable[Described], device: Device) -> tuple[list[Any], list[int]]:
+    """Return memory for parts on the current device, and its addresses.
 
     Without enough memory, each library raises its own class: torch's is a ``RuntimeError``.
     """
-    shape, dtype = ((nbytes,), None) if detail is None else detail
-    library = named(kind)
-    with RelaxedCapture(device._backend.calls.work):
-        memory = library.empty(shape, dtype, device)
-    if detail is not None and memory.nbytes != nbytes:  # a copy into it would go beyond its end
-        raise ValueError(f"{shape} of {dtype} is not {nbytes} bytes")
-    return memory, library.pointer(memory)
+    memory, pointers = [], []
+    for kind, nbytes, detail in parts:
+        shape, dtype = ((nbytes,), None) if detail is None else detail
+        library = named(kind)
+        with RelaxedCapture(device._backend.calls.work):
+            made = library.empty(shape, dtype, device)
+        if detail is not None and made.nbytes != nbytes:  # a copy into it would go beyond its end
+            raise ValueError(f"{shape} of {dtype} is not {nbytes} bytes")
+        memory.append(made)
+        pointers.append(library.pointer(made))
+    return memory, pointers
 
 
 # -- pickles

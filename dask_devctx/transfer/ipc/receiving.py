@@ -81,17 +81,12 @@ class Receiving:
         self._owner = owner
         self._header = header
         self._buffers = opened
-        self._pointers: list[int] = []
         self._offsets, self.nbytes = in_a_row(part.nbytes for part in header.parts)
 
     def allocate(self) -> None:
         """Allocate memory for all parts; each library raises its own class without enough."""
-        self.parts, self._pointers = [], []
         with self.device:
-            for part in self._header.parts:
-                memory, pointer = allocate(*part, self.device)
-                self.parts.append(memory)
-                self._pointers.append(pointer)
+            self.parts, self._pointers = allocate(self._header.parts, self.device)
 
     def start(self) -> None:
         """Start the copy, for :meth:`finish`.
@@ -107,8 +102,7 @@ class Receiving:
                 self.lane.after_current_streams()
                 self.lane.keep_lock(len(parts), self.nbytes)
                 for part, to, at in zip(parts, self._pointers, self._offsets, strict=True):
-                    if part.nbytes:
-                        self.lane.copy(to, base + at, part.nbytes)
+                    self.lane.copy(to, base + at, part.nbytes)
                 self.lane.mark()
             self._opened: Opened | None = opened  # until the copy is done
 

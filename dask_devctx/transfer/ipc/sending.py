@@ -133,8 +133,7 @@ class Sending:
                     self.lane.keep_lock(len(self.parts), self.nbytes)
                 for part, at in zip(self.parts, self._offsets, strict=True):
                     copy = self.lane.copy_in if part.on_host else self.lane.copy
-                    if part.nbytes:
-                        copy(buffer.pointer + offset + at, part.pointer, part.nbytes)
+                    copy(buffer.pointer + offset + at, part.pointer, part.nbytes)
                 self.lane.mark()
         except BaseException:
             self.close()

@@ -18,7 +18,7 @@ from dask_devctx.cuda.out_of_memory import allocated
 from dask_devctx.errors import DevctxError
 from dask_devctx.transfer import Stamp, hold, nbytes_by_device, release_held
 from dask_devctx.transfer.move import Move
-from dask_devctx.transfer.traffic import TrafficCounts, timing
+from dask_devctx.transfer.traffic import TrafficCounts
 from dask_devctx.worker.values.host_form import wait_for
 from dask_devctx.worker.values.value import AWAY, Value
 
@@ -154,9 +154,8 @@ class Copies:
 
         def move() -> tuple[Any, Any]:
             # Nothing writes to a task's input: its device does not have to wait for the copy.
-            move = Move(device, value.work(), guard_source=False, read_only=True)
-            with timing() as timed:
-                return move.run(whole), timed
+            move = Move(device, value.work(), guard_source=False, counted=True)
+            return move.run(whole), move.timed
 
         moved, timed = allocated(move, lambda: self.drop(device))
         stamp, nbytes = Stamp.of_streams([device]), nbytes_by_device(moved).get(device, 0)

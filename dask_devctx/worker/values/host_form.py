@@ -52,11 +52,7 @@ class HostForm(Parcel):
     def on_device(self, device: Device) -> tuple[Any, Stamp]:
         """Return the value on a device, and the stamp of the copy; does not wait for it."""
         with device:
-            memory, pointers = [], []
-            for part in self.parts:
-                one, pointer = allocate(part.kind, part.nbytes, part.detail, device)
-                memory.append(one)
-                pointers.append(pointer)
+            memory, pointers = allocate((part.description for part in self.parts), device)
             lane = lanes.shared(device, "in")
             try:
                 # The libraries reuse memory that earlier work in their streams still reads.
