@@ -152,7 +152,8 @@ class Look:
                 return True
             if self._named(failed)[0] != "cuStreamQuery":
                 return False
-        with RelaxedCapture(self._calls), suppress(DriverError):
-            free = not self._calls.is_capturing(LEGACY_STREAM)
-            return free and self._calls.event_record_context(event, context)
+        # A driver that is older than CUDA 12.5 lacks the function.
+        with RelaxedCapture(self._calls), suppress(DriverError, AttributeError, RuntimeError):
+            if not self._calls.is_capturing(LEGACY_STREAM):
+                return bool(self._calls.driver.cuCtxRecordEvent(context, event)[0] == 0)
         return False

@@ -47,9 +47,6 @@ PEER_ACCESS_ALREADY_ENABLED: Final = 704
 CONTEXT_IS_DESTROYED: Final = 709
 # The legacy default stream waits for a stream that is being captured into a graph.
 CAPTURE_IMPLICIT: Final = 906
-# An event cannot stand for all work of a context: a stream there is being captured into a graph, or
-# the driver does not support it.
-NO_EVENT_OF_CONTEXT: Final = frozenset({801, 900})
 
 REMEDIES: Final[Mapping[int, str]] = {
     34: "libcuda.so is the toolkit's stub: take it out of LD_LIBRARY_PATH",

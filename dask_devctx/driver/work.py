@@ -77,20 +77,6 @@ class WorkCalls:
             return False
         return True
 
-    def event_record_context(self, event: int, context: int) -> bool:
-        """Make the event stand for all work that the context's streams have been given so far.
-
-        False where this is not possible: the driver is older than CUDA 12.5, or a stream of the
-        context is being captured into a graph.
-        """
-        try:
-            (status,) = self.driver.cuCtxRecordEvent(context, event)
-        except (AttributeError, RuntimeError):  # the function is missing
-            return False
-        if status not in (0, *statuses.NO_EVENT_OF_CONTEXT):
-            raise self._error("cuCtxRecordEvent", status)
-        return bool(status == 0)
-
     def event_seconds(self, start: int, end: int) -> float:
         """Return the seconds from one timed event to another; the work of both is done."""
         return float(self._value(self.driver.cuEventElapsedTime, start, end)) / 1000
