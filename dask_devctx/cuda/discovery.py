@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -77,11 +78,9 @@ def _bare(uuid: str) -> str:
 
 
 def _discover(backend: Backend, visible: str | None, order: str | None) -> Inventory:
-    from pynvml import NVMLError  # takes a while
-
     try:
         gpus, problems = read(backend.nvml)
-    except NVMLError as error:
+    except backend.nvml.NVMLError as error:
         gpus, problems = [], [f"NVML does not answer: {error}"]
     if not gpus and not problems:
         problems.append("NVML shows no GPU")
@@ -167,7 +166,7 @@ def read(nvml: Any) -> tuple[list[NvmlGPU], list[str]]:
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
             found.append(_gpu(nvml, index, nvml.nvmlDeviceGetHandleByIndex(index)))
-        except _error() as error:
+        except nvml.NVMLError as error:
             problems.append(f"NVML index {index} is left out: {error}")
     return found, problems
 
@@ -215,21 +214,19 @@ def power_and_temperature(backend: Backend, info: DeviceInfo) -> tuple[float | N
 
 def is_lost(backend: Backend, info: DeviceInfo) -> bool:
     """Return whether NVML says that a device fell off the bus."""
-    import pynvml
-
-    try:
-        backend.nvml.nvmlDeviceGetUUID(_handle(backend.nvml, info))
-    except pynvml.NVMLError as error:
-        return bool(error.value == pynvml.NVML_ERROR_GPU_IS_LOST)
-    except LookupError:
-        pass
+    nvml = backend.nvml
+    with suppress(LookupError):
+        try:
+            nvml.nvmlDeviceGetUUID(_handle(nvml, info))
+        except nvml.NVMLError as error:
+            return bool(error.value == nvml.NVML_ERROR_GPU_IS_LOST)
     return False
 
 
 def _ask(backend: Backend, info: DeviceInfo, function: str, *arguments: int) -> Any:
     try:
         handle = _handle(backend.nvml, info)
-    except (_error(), LookupError):
+    except (backend.nvml.NVMLError, LookupError):
         return None
     return _answer(backend.nvml, handle, function, *arguments)
 
@@ -239,15 +236,8 @@ def _answer(nvml: Any, handle: Any, function: str, *arguments: int) -> Any:
     question = getattr(nvml, function, None)  # a simulated GPU has no clock and no power
     try:
         return None if question is None else question(handle, *arguments)
-    except _error():
+    except nvml.NVMLError:
         return None
-
-
-def _error() -> type[Exception]:
-    import pynvml  # takes a while; whoever has a backend has imported it
-
-    error: type[Exception] = pynvml.NVMLError
-    return error
 
 
 def _handle(nvml: Any, info: DeviceInfo) -> Any:
@@ -299,7 +289,7 @@ def _instances(nvml: Any, handle: Any) -> Iterator[Any]:
     for number in range(_answer(nvml, handle, "nvmlDeviceGetMaxMigDeviceCount") or 0):
         try:
             yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
-        except _error():
+        except nvml.NVMLError:
             continue  # a number without an instance answers NOT_FOUND
 
 

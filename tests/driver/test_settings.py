@@ -99,7 +99,7 @@ def test_the_remedy_works_in_the_process_that_had_no_devices(child, remedy):
 
         driver.real = lambda: Backend(
             SimpleNamespace(cuInit=missing, cuCtxGetCurrent=missing),
-            SimpleNamespace(nvmlInit=missing),
+            SimpleNamespace(nvmlInit=missing, NVMLError=pynvml.NVMLError),
         )
         for use in (dask_devctx.devices, dask_devctx.Device, dask_devctx.devices):
             with pytest.raises(dask_devctx.DriverUnavailableError, match="SIMULATED_DEVICES=4"):

@@ -24,6 +24,9 @@ class _Instance:
 class SimulatedNvml:
     """``pynvml`` for simulated GPUs; the GPUs themselves are the handles."""
 
+    NVMLError = pynvml.NVMLError
+    NVML_ERROR_GPU_IS_LOST = pynvml.NVML_ERROR_GPU_IS_LOST
+
     def __init__(self, gpus: Sequence[SimulatedGPU]) -> None:
         self._gpus = gpus
         self.error = 0  # the error that calls raise; 0 for none
