@@ -308,15 +308,8 @@ class PrimaryContext(Context):
         return self._bind()
 
     def _has_handle(self, handle: int) -> bool:
-        if self._device._handle:
-            return self._device._handle == handle
-        ordinal = self._device._ordinal()
-        if not self._calls.primary_state(ordinal)[1]:
-            return False
-        try:  # another library holds the context: the driver only tells the handle on a retain
-            return self._calls.primary_retain(ordinal) == handle
-        finally:
-            self._calls.primary_release(ordinal)
+        # Where another library holds the context, the driver tells its handle on a retain only.
+        return bool(self._device._handle or self.is_active) and self._bind() == handle
 
     @property
     def is_active(self) -> bool:
