@@ -58,14 +58,11 @@ def metric(worker: Worker, name: str, function: Callable[[Worker], object]) -> I
     """While it is open, a worker's heartbeat has a further metric."""
     # A heartbeat that is under way iterates over the dictionary, and waits in between for dask's
     # own metric of GPUs. If the dictionary changed meanwhile, dask would close the worker.
-    before = worker.metrics.get(name, _MISSING)
     worker.metrics = {**worker.metrics, name: function}
     try:
         yield
     finally:
-        if worker.metrics.get(name) == function:
-            kept = {one: value for one, value in worker.metrics.items() if one != name}
-            worker.metrics = kept if before is _MISSING else {**kept, name: before}
+        worker.metrics = {one: value for one, value in worker.metrics.items() if value != function}
 
 
 @contextmanager
