@@ -105,7 +105,7 @@ ON_A_WORKER, ON_A_SCHEDULER = (
         "handlers[actor_attribute] handlers[actor_execute] handlers[get_data] handlers[run] "
         "handlers[run_coroutine] memory_manager.data memory_manager.memory_limit metrics nanny "
         "periodic_callbacks[heartbeat] state.actors state.data state.transfer_message_bytes_limit "
-        "stream_handlers[close] stream_handlers[compute-task] stream_handlers[free-keys] "
+        "stream_handlers[close] stream_handlers[free-keys] "
         "stream_handlers[remove-worker]",
         "handlers handlers[processing] handlers[unregister] host_info "
         "plugins[shuffle].active_shuffles rpc running "

@@ -186,13 +186,12 @@ _users: list[Callable[[BaseException], bool]] = []
 class LateTask:
     """A pickled task in the place of the task: each call unpickles it first."""
 
-    __slots__ = ("buffers", "key", "pickled")
+    __slots__ = ("buffers", "pickled")
 
     is_coro = False
     func = None
 
     def __init__(self, pickled: Any, buffers: Any) -> None:
-        self.key: Hashable = None
         self.pickled = bytes(pickled)
         self.buffers = [bytes(buffer) for buffer in buffers]
 
@@ -203,37 +202,24 @@ class LateTask:
     def __reduce__(self) -> Any:
         return _unpickled, (self.pickled, self.buffers)
 
-    def __repr__(self) -> str:
-        return f"<LateTask {self.key!r}>"
-
 
 def _unpickled(pickled: bytes, buffers: list[bytes]) -> Any:
     return pickle.loads(pickled, buffers=buffers)
 
 
 @contextmanager
-def unpickled_later(
-    worker: Worker, is_out_of_memory: Callable[[BaseException], bool]
-) -> Iterator[None]:
-    """While it is open, a task whose arguments find no memory arrives at a worker as a LateTask."""
-    compute = worker.stream_handlers["compute-task"]
-
-    def named(*, key: Hashable, run_spec: Any = None, **message: Any) -> None:
-        if isinstance(run_spec, LateTask):
-            run_spec.key = key
-        compute(key=key, run_spec=run_spec, **message)
-
-    with replaced(worker.stream_handlers, "compute-task", named):
+def unpickled_later(is_out_of_memory: Callable[[BaseException], bool]) -> Iterator[None]:
+    """While it is open, a task whose arguments find no memory arrives as a :class:`LateTask`."""
+    with _lock:
+        _users.append(is_out_of_memory)
+        core.pickle = SimpleNamespace(dumps=pickle.dumps, loads=_loads)
+    try:
+        yield
+    finally:
         with _lock:
-            _users.append(is_out_of_memory)
-            core.pickle = SimpleNamespace(dumps=pickle.dumps, loads=_loads)
-        try:
-            yield
-        finally:
-            with _lock:
-                _users.remove(is_out_of_memory)
-                if not _users:
-                    core.pickle = pickle
+            _users.remove(is_out_of_memory)
+            if not _users:
+                core.pickle = pickle
 
 
 def _loads(pickled: Any, *, buffers: Any = ()) -> Any:

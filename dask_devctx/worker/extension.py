@@ -93,7 +93,7 @@ class DeviceExtension:
             traffic = self.traffic = TrafficCounts()
             traffic.on_copy, self.history.refresh = self.history.copied, traffic.measure
             steps.enter_context(metric(worker, TRAFFIC, lambda worker: traffic.rows()))
-            steps.enter_context(unpickled_later(worker, is_out_of_memory))
+            steps.enter_context(unpickled_later(is_out_of_memory))
             rechunks = Rechunks(worker, used, lambda: self.store, traffic)
             steps.enter_context(rechunking(worker, rechunks))
             self.peers = PeerTransfers(
