@@ -203,7 +203,7 @@ class _StandIn:
             self._history.samples.append((*astuple(row), now))
         traffic = [
             {"source": self.uuids[n - 1], "destination": uuid, "transport": "peer", "saved": 0,
-             "nbytes": self._done << 20, "copies": self._done // _COPY, "seconds": now % 1e5}
+             "nbytes": self._done << 20, "copies": self._done // _COPY}
             for n, uuid in enumerate(self.uuids)
         ]  # fmt: skip
         await scheduler.heartbeat_worker(

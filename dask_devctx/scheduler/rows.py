@@ -221,8 +221,6 @@ class Transfer:
         The bytes and the number of values that moved.
     saved
         How often a task found a value there already.
-    seconds
-        The time of the transfers; within a worker, the time that threads spent to start copies.
     reason
         The reason why the values went through the host, if it is known.
     measured_nbytes, measured_s
@@ -230,7 +228,7 @@ class Transfer:
         devices time copies of 1 MiB and more.
     """
 
-    SUMS: ClassVar = ("nbytes", "copies", "saved", "seconds", "measured_nbytes", "measured_s")
+    SUMS: ClassVar = ("nbytes", "copies", "saved", "measured_nbytes", "measured_s")
 
     source: str = ""
     destination: str = ""
@@ -238,7 +236,6 @@ class Transfer:
     nbytes: int = 0
     copies: int = 0
     saved: int = 0
-    seconds: float = 0.0
     reason: str | None = None
     measured_nbytes: int = 0
     measured_s: float = 0.0

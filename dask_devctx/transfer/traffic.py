@@ -136,7 +136,6 @@ class Traffic:
     nbytes: int = 0
     copies: int = 0
     saved: int = 0  # how many times a task found a copy of its input there already
-    seconds: float = 0.0  # of the transfers; within a worker, that threads spent to start them
     measured_nbytes: int = 0  # of the transfers whose own time is known
     measured_s: float = 0.0  # that they took
     reason: str | None = None  # why the values go through the host
@@ -173,13 +172,12 @@ class TrafficCounts:
         sources: Mapping[Device, int],
         device: Device,
         begun: float,
-        seconds: float,
         timed: Sequence[TimedCopy],
     ) -> None:
         """Count a copy of the sources' bytes, ordered at a time, and its parts that are timed."""
         for source, nbytes in sources.items():
-            ends, took = (source.uuid, device.uuid), seconds / len(sources)
-            self._add(*ends, "peer", nbytes=nbytes, copies=1, seconds=took)
+            ends = source.uuid, device.uuid
+            self._add(*ends, "peer", nbytes=nbytes, copies=1)
             parts = [part for part in timed if part.source is source]
             self._ordered.append(_Ordered(ends, nbytes, begun, parts))
         self.measure(_LOOK_AT_MOST)
@@ -188,9 +186,8 @@ class TrafficCounts:
         self, source: str, destination: str, nbytes: int, seconds: float, values: int
     ) -> None:
         """Count values that came from another worker by CUDA IPC in some seconds."""
-        counts = {"nbytes": nbytes, "copies": values, "seconds": seconds}
-        counts |= {"measured_nbytes": nbytes, "measured_s": seconds}
-        self._add(source, destination, "ipc", **counts)
+        measured = {"measured_nbytes": nbytes, "measured_s": seconds}
+        self._add(source, destination, "ipc", nbytes=nbytes, copies=values, **measured)
         if self.on_copy is not None:
             self.on_copy(source, destination, nbytes, seconds, "ipc", values)
 

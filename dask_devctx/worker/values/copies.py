@@ -150,7 +150,7 @@ class Copies:
     def _made(
         self, value: Value, whole: Any, sources: dict[Device, int], device: Device, ahead: bool
     ) -> Any:
-        start, begun = time.perf_counter(), time.time()
+        begun = time.time()
 
         def move() -> tuple[Any, Any]:
             # Nothing writes to a task's input: its device does not have to wait for the copy.
@@ -159,7 +159,7 @@ class Copies:
 
         moved, timed = allocated(move, lambda: self.drop(device))
         stamp, nbytes = Stamp.of_streams([device]), nbytes_by_device(moved).get(device, 0)
-        self._counts.copied(sources, device, begun, time.perf_counter() - start, timed)
+        self._counts.copied(sources, device, begun, timed)
         copy = Copy(value, device, moved, stamp, nbytes, ahead)
         with self._lock:
             there, value.copies[device] = self.there[device], copy
