@@ -147,21 +147,15 @@ class Move:
         if source not in self._sources:
             if source is not target:
                 connect(target, source)
-            self._sources[source] = self.work_of(source)
+            # A task of several devices may have made the part on one of them by work on another, so
+            # the copy waits for whole stamps; without one, for all that the source was given.
+            stamps = [stamp for stamp in self._after if source in stamp.devices]
+            self._sources[source] = stamps or [Stamp.of_devices([source])]
             for stamp in self._sources[source]:
                 stamp.hold_back(target)
         if on_source:
             for stamp in self._sources[source]:
                 stamp.hold_back(source)
-
-    def work_of(self, source: Device) -> list[Stamp]:
-        """Return the stamps that the copy from a source waits for, wholly.
-
-        A task of several devices may have made the part on one of them by work on another.
-        """
-        stamped = [stamp for stamp in self._after if source in stamp.devices]
-        # Without a stamp, wait for all work that the source has been given until now.
-        return stamped or [Stamp.of_devices([source])]
 
     def keep(self, value: Any) -> None:
         """Keep a value alive until the copy that reads it is done."""
@@ -173,11 +167,7 @@ class Move:
             for source in self._sources if self._guard_source else ():
                 if source is not self.device:
                     done.hold_back(source)
-            self.hold_sources(done)
-
-    def hold_sources(self, done: Stamp) -> None:
-        """Keep the sources alive until the copies have read them."""
-        hold(done, *self._read)
+            hold(done, *self._read)
 
 
 def _stay(value: T, device: Device) -> T:
