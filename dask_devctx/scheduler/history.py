@@ -21,7 +21,7 @@ from distributed.metrics import time
 from tornado.ioloop import PeriodicCallback
 
 from dask_devctx.dask_internals.scheduler import ask
-from dask_devctx.scheduler.messages import ACTION, ANSWER_LIMIT, HISTORY, Failure
+from dask_devctx.scheduler.messages import ACTION, ANSWER_LIMIT, HISTORY, ROUTING, Failure
 from dask_devctx.scheduler.rows import KINDS, Copy, Incident, Row, Sample, TaskRun
 
 logger = logging.getLogger(__name__)
@@ -84,11 +84,7 @@ class DeviceHistory:
     @classmethod
     def of(cls, scheduler: Scheduler) -> DeviceHistory | None:
         """Return the history of a scheduler, or None where the plugin is not installed."""
-        for plugin in scheduler.plugins.values():
-            history = getattr(plugin, "history", None)
-            if isinstance(history, cls):
-                return history
-        return None
+        return getattr(scheduler.plugins.get(ROUTING), "history", None)
 
     def close(self) -> None:
         """Collect no more."""

@@ -13,6 +13,8 @@ from dask_devctx.errors import DeviceFailedError
 
 # Raise it whenever the content of a message or of a row of the history changes.
 PROTOCOL: Final = 9
+# The scheduler's plugin, by its name there.
+ROUTING: Final = "devctx-routing"
 # The handlers that workers call on the scheduler.
 ANNOUNCE: Final = "devctx_announce"
 REFUSE: Final = "devctx_refuse"

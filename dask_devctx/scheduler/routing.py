@@ -38,6 +38,7 @@ from dask_devctx.scheduler.messages import (
     PROTOCOL,
     RECHUNK,
     REFUSE,
+    ROUTING,
     TOPIC,
     Failure,
 )
@@ -80,7 +81,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     too.
     """
 
-    name = "devctx-routing"
+    name = ROUTING
     idempotent = True
 
     def __init__(self) -> None:

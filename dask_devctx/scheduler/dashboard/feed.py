@@ -15,6 +15,7 @@ from distributed.metrics import time
 
 from dask_devctx.scheduler.cluster import device_names
 from dask_devctx.scheduler.history import DeviceHistory
+from dask_devctx.scheduler.messages import ROUTING
 from dask_devctx.scheduler.rows import Copy, Incident, Sample, TaskRun, merged
 
 # The most tasks and copies of an update, and of one that begins from nothing: the scheduler's event
@@ -140,9 +141,8 @@ class Feed:
 
     def count(self) -> int:
         """Return the number of lanes, as far as it is known before the history is collected."""
-        plugins = self._scheduler.plugins.values()
-        known = (getattr(plugin, "devices", {}) for plugin in plugins)
-        uuids = {uuid for devices in known for used in devices.values() for uuid in used}
+        known = getattr(self._scheduler.plugins.get(ROUTING), "devices", {})
+        uuids = {uuid for used in known.values() for uuid in used}
         return max(len(uuids), len(self._lanes.names))
 
     @without_property_validation  # type: ignore[untyped-decorator]
