@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Final
 
 from distributed import Scheduler
@@ -79,7 +79,7 @@ class SuspectTasks:
         logger.warning(
             "%s of %s failed with %s. %s",
             *(failure.fields[0], worker, failure.fields[2]),
-            ". ".join(f"{text}: {_shown(keys)}" for text, keys in said if keys)
+            ". ".join(f"{text}: {listed([*map(str, keys)], _SHOWN)}" for text, keys in said if keys)
             or "No task was there",
         )
 
@@ -115,7 +115,3 @@ class SuspectTasks:
     def _refuse(self, ts: Any, fields: Sequence[Any], why: str) -> None:
         self.refused.add(ts.key)
         annotate(ts, REFUSED, [*fields[:-1], why])
-
-
-def _shown(keys: Iterable[Hashable]) -> str:
-    return listed([str(key) for key in keys], _SHOWN)
