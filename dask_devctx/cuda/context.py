@@ -87,7 +87,7 @@ class Context(RunningScope):
             raise
         self._handle, self._owned = handle, True
         if self._identity is not None:
-            self._backend.owners[self._identity] = self
+            self._backend.contexts[self._identity] = self
 
     @classmethod
     def current(cls) -> Context | None:
@@ -112,9 +112,9 @@ class Context(RunningScope):
         identity = calls.context_id(handle)
         from dask_devctx.cuda.device import Device
 
-        owner: Context | None = None if identity is None else backend.owners.get(identity)
-        if owner is not None:
-            return owner
+        known: Context | None = None if identity is None else backend.contexts.get(identity)
+        if known is not None:
+            return known
         device = Device._of_current_context(backend)
         if device.primary_context._has_handle(handle):
             return device.primary_context
@@ -122,7 +122,7 @@ class Context(RunningScope):
         borrowed._backend, borrowed._device = backend, device
         borrowed._handle, borrowed._identity = handle, identity
         borrowed._owned = False
-        return borrowed
+        return borrowed if identity is None else backend.contexts.setdefault(identity, borrowed)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -148,16 +148,6 @@ class Context(RunningScope):
         kind = "owned" if self._owned else "borrowed"
         state = f"0x{self._handle:x}" if self._handle else "closed"
         return f"<Context {state} on {self._device!r}, {kind}>"
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Context):
-            return NotImplemented
-        if self._identity is None:  # a primary one, or it was dead when it was borrowed
-            return self is other
-        return self._backend is other._backend and self._identity == other._identity
-
-    def __hash__(self) -> int:
-        return hash(self._identity)  # it never changes; the handle is 0 after closing
 
     def __del__(self) -> None:
         if getattr(self, "_owned", False) and self._handle and not sys.is_finalizing():
@@ -214,12 +204,7 @@ class Context(RunningScope):
     @property
     def is_current(self) -> bool:
         """Whether it is current on this thread."""
-        current = self._backend.current_context()
-        return bool(current) and self._has_handle(current)
-
-    def _has_handle(self, handle: int) -> bool:
-        """Return whether the handle means this context; creates nothing."""
-        return handle == self._handle and self._calls.context_id(handle) == self._identity
+        return Context.current() is self
 
     @property
     def is_primary(self) -> bool:
@@ -308,6 +293,7 @@ class PrimaryContext(Context):
         return self._bind()
 
     def _has_handle(self, handle: int) -> bool:
+        """Return whether the handle means this context; creates nothing."""
         # Where another library holds the context, the driver tells its handle on a retain only.
         return bool(self._device._handle or self.is_active) and self._bind() == handle
 

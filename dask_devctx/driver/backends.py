@@ -48,8 +48,8 @@ class Backend:
         self.inventories: dict[tuple[str | None, str | None], Any] = {}
         # Whether two contexts reach each other's memory, by the pair of their numbers.
         self.peers: dict[frozenset[int | None], bool] = {}
-        # The contexts that this process owns, by their numbers: a driver uses handles again.
-        self.owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        # The contexts that are owned or borrowed, by their numbers: a driver uses handles again.
+        self.contexts: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # The environment's values when this process initialised CUDA. CUDA reads them once.
         self.environment: tuple[str | None, str | None] | None = None
         self._uuids: tuple[str, ...] = ()
