@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, dataclass_transform
 
 _NAMED: Final = 8  # the most suspects that a message names
-# A UUID's first digits name a device, too.
-_REST_OF_A_UUID: Final = re.compile(
-    r"(?<=[GM][PI][UG]-[0-9a-f]{8})(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
-)
 
 
 def counted(n: int, noun: str) -> str:
@@ -155,8 +150,7 @@ def no_device(
     requested: object, available: Sequence[str], visible_devices: str | None, hint: str
 ) -> DeviceNotFoundError:
     """Return the error for a device that is not there; ``available`` describes those that are."""
-    short = [_REST_OF_A_UUID.sub("", one) for one in available]
-    have = ", ".join(short if len({*short}) == len(short) else available) or "none"
+    have = ", ".join(available) or "none"
     seen = "not set" if visible_devices is None else repr(visible_devices)
     hint = f"{hint.rstrip('.')}. " if hint else ""
     return DeviceNotFoundError(
