@@ -139,7 +139,8 @@ def _parts_of(kind: type) -> Parts | None:
                 return _members
             if each is not object and _is_foreign(each):
                 return None
-        return gc.get_referents if kind.__dictoffset__ or has_slots(kind) else None
+        has_slots = any("__slots__" in vars(each) for each in kind.__mro__)
+        return gc.get_referents if kind.__dictoffset__ or has_slots else None
     except Exception:  # a class or metaclass whose attributes cannot be read
         logger.debug("found no way to take a %r apart", kind, exc_info=True)
         return None
@@ -148,11 +149,6 @@ def _parts_of(kind: type) -> Parts | None:
 def _members(array: Any) -> Any:
     """Return the members of a NumPy array of objects; all other arrays hold none."""
     return list(array.flat) if array.dtype.kind == "O" else ()
-
-
-def has_slots(kind: type) -> bool:
-    """Return whether a type's values have attributes outside a dictionary."""
-    return any("__slots__" in vars(each) for each in kind.__mro__)
 
 
 def _is_foreign(kind: type) -> bool:
