@@ -157,7 +157,7 @@ class TrafficCounts:
     def __init__(self) -> None:
         # Called, on any thread, with the ends, the bytes, the seconds and the transport; the number
         # of values; and the time of the start, and whether the device timed the copy.
-        self.on_copy: Callable[..., object] | None = None
+        self.on_copy: Callable[..., object] = lambda *args, **more: None
         self._lock = threading.Lock()
         self._traffic: dict[tuple[str, str, str], Traffic] = {}
         self._ordered: deque[_Ordered] = deque()
@@ -188,8 +188,7 @@ class TrafficCounts:
         """Count values that came from another worker by CUDA IPC in some seconds."""
         measured = {"measured_nbytes": nbytes, "measured_s": seconds}
         self._add(source, destination, "ipc", nbytes=nbytes, copies=values, **measured)
-        if self.on_copy is not None:
-            self.on_copy(source, destination, nbytes, seconds, "ipc", values)
+        self.on_copy(source, destination, nbytes, seconds, "ipc", values)
 
     def sent(
         self, source: str, destination: str, transport: str, nbytes: int, reason: str | None
@@ -198,8 +197,7 @@ class TrafficCounts:
         known = (source, destination, transport) in self._traffic
         to = destination if known or len(self._traffic) < _MOST_ROWS else _OTHERS
         self._add(source, to, transport, nbytes=nbytes, copies=1).reason = reason
-        if self.on_copy is not None:
-            self.on_copy(source, destination, nbytes, 0.0, transport)
+        self.on_copy(source, destination, nbytes, 0.0, transport)
 
     def measure(self, at_most: int | None = None) -> None:
         """Note the durations of copies that are complete by now; does not wait."""
@@ -218,11 +216,9 @@ class TrafficCounts:
                     continue
             if took:
                 self._add(*copy.ends, "peer", measured_nbytes=nbytes, measured_s=took)
-            if self.on_copy is not None:
-                # The small parts of a value are not timed.
-                seconds = took * copy.nbytes / nbytes if took else 0.0
-                what = copy.nbytes, seconds, "peer"
-                self.on_copy(*copy.ends, *what, begun=copy.begun, timed=bool(took))
+            # The small parts of a value are not timed.
+            what = copy.nbytes, took * copy.nbytes / nbytes if took else 0.0, "peer"
+            self.on_copy(*copy.ends, *what, begun=copy.begun, timed=bool(took))
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each source, destination and transport, as plain data."""
