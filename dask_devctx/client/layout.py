@@ -57,8 +57,14 @@ class Layout:
             )
 
 
-def used_devices(options: Options) -> tuple[Device, ...]:
-    """Return the devices that options name, at least one."""
+def lay_out(options: Options, n_workers: int | None, *, processes: bool) -> Layout:
+    """Return the layout of a new cluster, or of more workers of one that is there.
+
+    It raises DevicesInUseError where others hold devices that the cluster needs, and
+    VisibleDevicesError where the environment hides all.
+    """
+    if n_workers is not None and n_workers < 0:
+        raise ValueError(f"n_workers must be 0 or more, or None for the default, got {n_workers}")
     used = named_devices(options.devices)
     if not used:
         found = discovery.inventory(driver.backend())
@@ -67,17 +73,6 @@ def used_devices(options: Options) -> tuple[Device, ...]:
             f"CUDA_VISIBLE_DEVICES is {found.visible_devices!r}: {why}. Unset it, or name devices "
             "in it"
         )
-    return used
-
-
-def lay_out(options: Options, n_workers: int | None, *, processes: bool) -> Layout:
-    """Return the layout of a new cluster, or of more workers of one that is there.
-
-    It raises DevicesInUseError where others hold devices that the cluster needs.
-    """
-    if n_workers is not None and n_workers < 0:
-        raise ValueError(f"n_workers must be 0 or more, or None for the default, got {n_workers}")
-    used = used_devices(options)
     taken: Mapping[Device, str] = {}
     if not options.shared and n_workers != 0:
         taken = held_devices(devices())
