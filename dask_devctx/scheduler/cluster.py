@@ -135,13 +135,10 @@ class Cluster:
 
     def expire(self, before: float) -> bool:
         """Forget workers that left or joined before a time; return whether there were any."""
-        unheard = [address for address, since in self.unheard.items() if since <= before]
-        left = [address for address, (_, since) in self.left.items() if since <= before]
-        for address in unheard:
-            del self.unheard[address]
-        for address in left:
-            del self.left[address]
-        return bool(unheard or left)
+        known = len(self.unheard) + len(self.left)
+        self.unheard = {one: since for one, since in self.unheard.items() if since > before}
+        self.left = {one: gone for one, gone in self.left.items() if gone[1] > before}
+        return len(self.unheard) + len(self.left) < known
 
 
 def device_names(devices: Iterable[tuple[str, int, str]]) -> dict[str, str]:
