@@ -104,12 +104,7 @@ class Calls:
     def current(self) -> int:
         """Return the context that is current on this thread; 0 where there is none."""
         found = self._out("cuCtxGetCurrent", 4000, 0)
-        if found is not None:
-            return found
-        status, context = self.driver.cuCtxGetCurrent()
-        if status != 0:
-            raise self._error("cuCtxGetCurrent", status)
-        return int(context)
+        return int(self._value(self.driver.cuCtxGetCurrent)) if found is None else found
 
     def current_or_uninitialised(self) -> int:
         """Like :meth:`current`, but 0 where nothing has initialised CUDA yet."""
