@@ -26,7 +26,6 @@ from dask_devctx.config.options import (
 )
 from dask_devctx.cuda.device import devices
 from dask_devctx.dask_internals.scheduler import WatchedCluster, add_plugin, add_worker_plugin
-from dask_devctx.errors import DevicesInUseError
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.routing import DeviceRouting
 
@@ -106,8 +105,6 @@ class LocalDeviceCluster(WatchedCluster):
         kwargs = fold_rmm(_known(kwargs, type(self)))
         require_ucx(kwargs.get("protocol"))
         require_interface(kwargs.get("interface"))
-        if kwargs.get("memory_limit") == "auto":
-            del kwargs["memory_limit"]  # the machine's memory is divided among the workers
         plugin = DevicePlugin(**{n: kwargs.pop(n) for n in OPTION_NAMES if n in kwargs})
         require_packages(plugin.options)
         processes = kwargs.get("processes") is not False
@@ -119,20 +116,13 @@ class LocalDeviceCluster(WatchedCluster):
         plugin.is_required = True  # no worker of this cluster runs tasks without devices
         self._plugin = plugin
         self._routing = DeviceRouting()
-        if threads_per_worker is None:
-            threads_per_worker = layout.nthreads
-        if "memory_limit" not in kwargs:
+        if kwargs.get("memory_limit", "auto") == "auto":
             kwargs["memory_limit"] = layout.memory_limit
-        n_workers = layout.n_workers
-        try:
-            super().__init__(n_workers=n_workers, threads_per_worker=threads_per_worker, **kwargs)
-        except DevicesInUseError as error:  # others took devices meanwhile
-            raise error.with_traceback(None) from None  # dask's own frames tell a user nothing
+        nthreads = threads_per_worker or layout.nthreads
+        super().__init__(n_workers=layout.n_workers, threads_per_worker=nthreads, **kwargs)
 
     def __repr__(self) -> str:
-        plugins = {} if self.scheduler is None else self.scheduler.plugins
-        routing = plugins.get(DeviceRouting.name, self._routing)
-        used = frozenset().union(*routing.devices.values())
+        used = frozenset().union(*self._routing.devices.values())
         names = ", ".join(str(device) for device in devices() if device.uuid in used) or "none"
         return f"{super().__repr__()[:-1]}, devices={names})"
 
