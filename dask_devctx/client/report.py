@@ -124,10 +124,7 @@ class Report(list[ReportedTask]):
     def __post_init__(self, tasks: Sequence[ReportedTask]) -> None:
         super().__init__(tasks)
 
-    def __repr__(self) -> str:
-        return str(self)  # a list of thousands of tasks is unreadable
-
-    def __str__(self) -> str:
+    def __repr__(self) -> str:  # a list of thousands of tasks is unreadable
         below = [wrapped for line in _below(self) for wrapped in wrap(line, _COLUMNS)]
         return "\n".join([aligned(*_table(self)), *below])
 
