@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Executor, Future
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter
@@ -282,11 +282,9 @@ def send_next_task_to(executor: DeviceThreadPoolExecutor, claim: Any) -> None:
     _next_task.set([(executor, claim)])
 
 
-@contextmanager
-def sending_tasks_on(executor: Executor) -> Iterator[None]:
+def sending_tasks_on(executor: Executor) -> AbstractContextManager[None]:
     """While it is open, an executor passes on the tasks that are meant for another executor."""
-    with replaced(vars(executor), "submit", partial(_submit, executor.submit)):
-        yield
+    return replaced(vars(executor), "submit", partial(_submit, executor.submit))
 
 
 def _submit(

@@ -7,7 +7,7 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any, Final
 
@@ -35,17 +35,15 @@ def replaced(entries: MutableMapping[str, Any], name: str, value: object) -> Ite
                 entries[name] = before
 
 
-@contextmanager
 def wrapped_handler(
     worker: Worker, op: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """While it is open, a wrapper around a worker's handler answers a message.
 
     ``wrap`` returns a function: dask reads in the signature of the present handler what to pass.
     """
     before = worker.handlers[op]
-    with replaced(worker.handlers, op, functools.update_wrapper(wrap(before), before)):
-        yield
+    return replaced(worker.handlers, op, functools.update_wrapper(wrap(before), before))
 
 
 def answer_for_good(worker: Worker, op: str, handler: Callable[..., Any]) -> None:
@@ -65,8 +63,9 @@ def metric(worker: Worker, name: str, function: Callable[[Worker], object]) -> I
         worker.metrics = {one: value for one, value in worker.metrics.items() if value != function}
 
 
-@contextmanager
-def told_after(worker: Worker, op: str, call: Callable[..., object]) -> Iterator[None]:
+def told_after(
+    worker: Worker, op: str, call: Callable[..., object]
+) -> AbstractContextManager[None]:
     """While it is open, a function gets each message of the scheduler's stream after dask.
 
     ``"remove-worker"`` names each other worker that leaves the cluster, and ``"free-keys"`` has the
@@ -78,8 +77,7 @@ def told_after(worker: Worker, op: str, call: Callable[..., object]) -> Iterator
         before(**message)
         call(**message)
 
-    with replaced(worker.stream_handlers, op, handled):
-        yield
+    return replaced(worker.stream_handlers, op, handled)
 
 
 # -- actors
@@ -208,15 +206,11 @@ def replaced_data(
     unwrap: Callable[[], MutableMapping[Any, Any]],
 ) -> Iterator[None]:
     """While it is open, a worker keeps its data in another mapping."""
-    _set_data(worker, data)
+    worker.memory_manager.data = worker.state.data = data
     try:
         yield
     finally:
-        _set_data(worker, unwrap())
-
-
-def _set_data(worker: Worker, data: MutableMapping[Any, Any]) -> None:
-    worker.memory_manager.data = worker.state.data = data
+        worker.memory_manager.data = worker.state.data = unwrap()
 
 
 # The value in dask's own configuration: another value is the user's.
