@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any, ClassVar, Final
 from weakref import WeakKeyDictionary
@@ -118,6 +119,10 @@ def tasks_fail_with_unread_inputs(worker: Worker) -> AbstractContextManager[None
     return replaced(vars(worker), "gather_dep", wrap(worker.gather_dep))
 
 
+# The fields of an error in dask's events.
+_MESSAGE: Final = itemgetter("exception", "traceback", "exception_text", "traceback_text")
+
+
 @dataclass
 class _PartlyRead(GatherDepFailureEvent):  # type: ignore[misc]
     """The answer of another worker, some of whose values could not be read."""
@@ -129,7 +134,7 @@ class _PartlyRead(GatherDepFailureEvent):  # type: ignore[misc]
 
     @classmethod
     def of(cls, event: Any, unread: Mapping[Hashable, Exception]) -> _PartlyRead:
-        errors = {key: _message(error) for key, error in unread.items()}
+        errors = {key: _MESSAGE(error_message(error)) for key, error in unread.items()}
         first = next(iter(errors.values()))
         return cls(event.stimulus_id, event.worker, event.total_nbytes, *first, event.data, errors)
 
@@ -137,13 +142,6 @@ class _PartlyRead(GatherDepFailureEvent):  # type: ignore[misc]
         found = copy(self)
         found.handled, found.data = handled, dict.fromkeys(self.data)
         return found
-
-
-def _message(error: Exception) -> tuple[Any, ...]:
-    said = error_message(error)
-    return tuple(
-        said[name] for name in ("exception", "traceback", "exception_text", "traceback_text")
-    )
 
 
 @functools.cache

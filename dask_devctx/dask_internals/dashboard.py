@@ -25,8 +25,6 @@ from distributed.utils import sync
 from jinja2 import ChoiceLoader, FileSystemLoader, Template
 from tornado.ioloop import IOLoop
 
-__all__ = ["added_pages", "template", "update_regularly"]
-
 # Fills a new document of one page: the arguments are the scheduler, variables for its template,
 # and the document.
 FillDocument = Callable[[Scheduler, Mapping[str, Any], Document], None]
