@@ -41,23 +41,21 @@ def divide(claims: Mapping[str, Claim], taken: Collection[str] = ()) -> dict[str
         own = [uuid for uuid in turned if uuid in claim.before]
         new = [uuid for uuid in turned if uuid not in owned]
         wishes[one] = list(dict.fromkeys((*own, *new, *turned)))
-
-    def turn(one: str) -> tuple[int, int]:
-        return (0 if claims[one].number else len(shares[one]) + 1), len(wishes[one])
-
-    open_ = list(claims)
+    fewest = sorted(claims, key=lambda one: len(wishes[one]))  # first: others have more choice
+    for one in fewest:
+        count = claims[one].number or 0
+        found = [uuid for uuid in wishes[one] if uuid not in gone][:count]
+        if len(found) == count:
+            shares[one] += found
+            gone.update(found)
+    open_ = [one for one in fewest if not claims[one].number]
     while open_:
-        one = min(open_, key=turn)
-        share, count = shares[one], claims[one].number
-        found = next((uuid for uuid in wishes[one] if uuid not in gone), None)
-        if found is not None and len(share) != count:
-            gone.add(found)
-            share.append(found)
-            continue
-        open_.remove(one)
-        if count and len(share) < count:
-            gone.difference_update(share)
-            share.clear()
+        one = min(open_, key=lambda one: len(shares[one]))
+        if free := [uuid for uuid in wishes[one] if uuid not in gone]:
+            shares[one].append(free[0])
+            gone.add(free[0])
+        else:
+            open_.remove(one)
     return shares
 
 
