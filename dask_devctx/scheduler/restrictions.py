@@ -58,10 +58,6 @@ class Restrictions:
         self._by_terms: dict[Terms, Group] = {}
         self.groups: dict[Hashable, Group] = {}
 
-    def __len__(self) -> int:
-        """Return the number of groups whose restrictions are kept up to date."""
-        return len(self._by_terms)
-
     def note(self, ts: Any, asked: Request) -> None:
         """Restrict a task that names a device. It is not scheduled yet, or waits for a worker."""
         key = ts.key
