@@ -103,7 +103,9 @@ class Rebuild(pickle.Pickler):
             self.at = type(root)
             self.dump(root)
             self.at = type(root)
-            loader = _Loader(self._file, self._same)
+            self._file.seek(0)
+            loader: Any = pickle.Unpickler(self._file)
+            loader.persistent_load = self._same.__getitem__
             loader.load()
             made = loader.memo.copy()
             for me, (number, old) in self.memo.copy().items():
@@ -151,13 +153,3 @@ class Rebuild(pickle.Pickler):
         self.at = type(value)
         reduce = _reduce[self.at]
         return NotImplemented if reduce is None else reduce(value)
-
-
-class _Loader(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, same: list[Any]) -> None:
-        file.seek(0)
-        super().__init__(file)
-        self._same = same
-
-    def persistent_load(self, place: int) -> Any:
-        return self._same[place]
