@@ -61,11 +61,6 @@ class Part:
         return Described(self.kind, self.nbytes, self.detail)
 
 
-def is_on_device(frame: object) -> bool:
-    """Return whether a frame is device memory."""
-    return hasattr(frame, "__cuda_array_interface__")
-
-
 def part_of(frame: Any) -> Part:
     """Return the bytes of a frame that is on a device; it is dense and of any type."""
     said = frame.__cuda_array_interface__

@@ -18,7 +18,7 @@ from distributed.protocol.serialize import ObjectDictSerializer
 
 from dask_devctx.transfer import nbytes_by_device, walk
 from dask_devctx.transfer.ipc.lanes import FEW
-from dask_devctx.transfer.ipc.parcel import Parcel, Part, Reduce, is_on_device, part_of
+from dask_devctx.transfer.ipc.parcel import Parcel, Part, Reduce, part_of
 from dask_devctx.transfer.libraries import MODULES, named
 from dask_devctx.transfer.location import memory_of
 from dask_devctx.transfer.traffic import is_dense
@@ -139,7 +139,7 @@ def _by_frames(serialize: Any, value: Any, parcel: Parcel) -> Any:
     header, frames = serialize(value)
     places = []
     for frame in frames:
-        if is_on_device(frame):
+        if hasattr(frame, "__cuda_array_interface__"):  # it is on a device
             part = part_of(frame)
             parcel.gathered |= part.pointer != _address(value)
             places.append(parcel.add(part))
