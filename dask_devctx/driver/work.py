@@ -155,8 +155,8 @@ class WorkCalls:
             with nullcontext() if as_a_user else RelaxedCapture(self):
                 return int(self._value(self.driver.cuMemAlloc, nbytes))
         except DeviceMemoryError as error:
-            said = error.function, error.status, error.code, error.description
-            raise DeviceMemoryError(*said, nbytes) from None
+            error.nbytes = nbytes
+            raise
 
     def free(self, pointer: int) -> None:
         with RelaxedCapture(self):
