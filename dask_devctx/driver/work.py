@@ -177,11 +177,6 @@ class WorkCalls:
         kind = self.types.CUstreamCaptureMode
         return int(self._value(self.driver.cuThreadExchangeStreamCaptureMode, kind(mode)))
 
-    def probe(self) -> None:
-        """Raise if an earlier kernel left a sticky error; do not free or wait for anything."""
-        if not self._called("cuMemFree", 3020, 0):
-            self._value(self.driver.cuMemFree, 0)
-
     # -- memory between processes
 
     def ipc_export(self, pointer: int) -> bytes:

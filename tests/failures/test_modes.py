@@ -50,7 +50,7 @@ def test_every_sticky_status_is_found_by_the_probe(code: int, machine: Simulated
     with Device(0):
         machine.faults.poison(CUresult(code))
         with pytest.raises(DriverError) as caught:
-            driver.backend().calls.work.probe()
+            driver.backend().calls.work.look()
     assert statuses.failed(caught.value.code)
 
 

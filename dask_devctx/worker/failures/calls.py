@@ -137,7 +137,7 @@ class Work:
             with self._looking:
                 while self.left and self.left[0][0] < mark:
                     self.left.popleft()
-            calls.work.probe()
+            calls.work.look()
 
     def look(self, *, mark: bool) -> None:
         """Query the progress and health of the device, which is current, without waiting.
