@@ -442,13 +442,14 @@ class Spill:
             return vars(self.accounts[device].counts) | beside
 
     def wait_for_all(self, device: Device) -> None:
-        """Wait for the copy ahead that is under way, and a moment until dask has all results."""
-        with self.copies.ahead:
+        """Wait for the copy ahead that is under way, and a moment for results and for readers."""
+        with self.copies.ahead:  # readers: a P2P rechunk's for other workers, too
             until = monotonic() + _HANDED_S
         while monotonic() < until:
             with self.lock:
                 self.accounts.settle()
-                if not any(value.fresh for value in self.accounts[device].values()):
+                values = self.accounts[device].values()
+                if not any(value.fresh or value.pins for value in values):
                     return
             sleep(_POLL_S)
 
