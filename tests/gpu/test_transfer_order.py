@@ -18,6 +18,7 @@ from distributed import Client, wait
 from dask_devctx import Device, LocalDeviceCluster
 from dask_devctx.transfer import release_held, stamp
 from dask_devctx.transfer.move import Move
+from dask_devctx.transfer.traffic import connect
 
 pytestmark = [
     pytest.mark.gpu(count=2),
@@ -124,12 +125,12 @@ def count_wrong(once, *, until_first=False):
 
 
 class MoveAtOnce(Move):
-    def work_of(self, source):
-        return []
+    def order(self, source, *, on_source=False):  # waits for no work
+        connect(self.device, source)
 
 
 class MoveAndLetGo(Move):
-    def hold_sources(self, done):
+    def keep(self, value):
         pass
 
 
