@@ -67,7 +67,7 @@ class Glance(Table):
 
 def _device(name: str, one: Interval, now: float) -> Sequence[str]:
     after = one.after
-    tasks = f"{after.running} × {', '.join(after.tasks_now)}" if after.running else "idle"
+    tasks = f"{after.running} × {', '.join(after.tasks_now)}" if after.tasks_now else "idle"
     if now - after.time > STALE_S:
         tasks = f"no news for {now - after.time:.0f} s"
     total, limit = after.memory_total, after.device_memory_limit

@@ -149,7 +149,7 @@ class Timeline(LanesPlot):
         low, high = _TASKS
         for uuid, middle in batch.lanes.positions.items():
             one = batch.latest.get(uuid)
-            if one is None or not one.after.running:
+            if one is None or not one.after.tasks_now:
                 self._running_since.pop(uuid, None)
                 continue
             since = self._running_since.setdefault(uuid, one.before.time)
