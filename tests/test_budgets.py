@@ -1,6 +1,6 @@
 """The budgets: lines, files, circles of imports, and the package's own calls for each task.
 
-Each limit is a ratchet. A change that gets by with less lowers its limit; no change raises one.
+A change that gets by with less lowers its limit. A feature that needs more says why in its commit.
 """
 
 from __future__ import annotations

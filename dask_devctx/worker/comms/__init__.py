@@ -1,4 +1,4 @@
-"""How a worker's values travel by dask's comms, and the device on which data arrives."""
+"""How a value is packed without its memory on devices, and the device on which data arrives."""
 
 from __future__ import annotations
 
