@@ -328,8 +328,8 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
         facts = "; ".join(self._facts())
         # The last of several attempts has the device for itself.
         fewer = "run fewer tasks there at a time (tasks_per_device, if it is above 1), "
-        remedy = f"Make the task's parts smaller, {fewer if self.attempts == 1 else ''}or keep "
-        remedy += "fewer results there"
+        fewer = fewer if self.attempts == 1 else ""
+        remedy = f"Make the task's parts smaller or its inputs fewer, {fewer}or keep less there"
         if self.requested_nbytes and self.requested_nbytes > (self.total_nbytes or math.inf):
             remedy = "The task asks for more than the device has: make the task's parts smaller"
         return (

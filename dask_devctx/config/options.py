@@ -200,6 +200,8 @@ def refuse_unknown(given: Mapping[str, Any], known: Collection[str], owner: str)
             near = nearest(name, known)
             remedy = f"Did you mean {near}?" if near else f"help({owner}) lists all options"
             remedy = "Write devices=[0, 1]" if name == "CUDA_VISIBLE_DEVICES" else remedy
+            if name == "jit_unspill" or name.startswith("enable_"):
+                remedy = "Leave it out: values go by CUDA IPC, and device_memory_limit spills them"
         raise TypeError(f"{owner} has no option {name!r}. {remedy}")
 
 

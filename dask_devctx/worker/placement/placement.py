@@ -200,15 +200,16 @@ class Placement:
             [str(mine.info) for mine in self.devices],
             discovery.inventory(driver.backend()).visible_devices,
             f"The machine has {group[0].info}, which this worker does not use, and no worker "
-            "that uses it was found among the workers that the task may run on",
+            "that uses it has joined, among those that the task may run on (workers=, resources=)",
         )
 
     def _not_enough(self, wanted: int, named: Sequence[Device] = ()) -> DevctxError:
         mine, asked = (", ".join(str(one.info) for one in some) for some in (self.devices, named))
+        there = len(discovery.inventory(driver.backend()).devices)
+        several = f"LocalDeviceCluster(devices_per_worker={wanted}), or n_workers=1"
         return DevctxError(
             f"the task asks for {wanted} devices at once{f' ({asked})' if named else ''}, and no "
             f"worker that it may run on has them: this one has {len(self.devices)} ({mine}), and "
-            f"its machine {len(discovery.inventory(driver.backend()).devices)}. The devices of a "
-            'task belong to one worker: ask for fewer, or for all of a worker with devices="all", '
-            "or start one worker for all devices of a machine: LocalDeviceCluster(n_workers=1)"
+            f"its machine {there}. The devices of a task belong to one worker: ask for fewer"
+            f"{f', or start workers of several: {several}' if there >= wanted else ''}"
         )
