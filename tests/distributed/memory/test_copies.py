@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 import dask
 import numpy as np
 import pytest
+from cuda.bindings.driver import CUresult
 
 from dask_devctx import Device, DevicePlugin
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.simulated_array import SimulatedArray
-from dask_devctx.transfer import Stamp, nbytes_by_device, release_held, stamp
+from dask_devctx.transfer import Stamp, hold, nbytes_by_device, release_held, stamp
 from dask_devctx.transfer.traffic import TrafficCounts
-from dask_devctx.worker.values.accounting import limit_nbytes
+from dask_devctx.worker.values.accounting import Accounts, allocations, limit_nbytes
 from dask_devctx.worker.values.copies import Copies
 from dask_devctx.worker.values.value import Value
 from tests.distributed.devices import work_is_pending
@@ -134,3 +136,27 @@ def test_each_spelling_means_bytes_of_a_device(given: Any, nbytes: int | None) -
 def test_other_values_are_refused(given: Any) -> None:
     with pytest.raises(ValueError, match=r"device_memory_limit must be 'auto', a fraction"):
         DevicePlugin(device_memory_limit=given)
+
+
+def test_what_a_broken_context_reads_is_not_held(machine: SimulatedMachine) -> None:
+    work_is_pending(machine)
+    with Device(0):
+        hold(Stamp.of_devices([Device(0)]), array())
+    assert release_held() == 1
+    machine.faults.clear()
+    machine.faults.inject("cuEventQuery", CUresult.CUDA_ERROR_ILLEGAL_ADDRESS, times=10**6)
+    assert release_held() == 0
+
+
+def test_values_of_one_allocation_leave_one_after_the_other(machine: SimulatedMachine) -> None:
+    accounts = Accounts({Device(0): 10**6}, threading.RLock())
+    whole, other = array(n=20_000), array(n=20_000)
+    values = {
+        name: Value(name, part, nbytes_by_device(part))
+        for name, part in (("a", whole[:9000]), ("b", other), ("c", whole[9000:]))
+    }
+    for one in values.values():
+        accounts.count(one, allocations(one.value, one.nbytes))
+        one.fresh = False
+    order = [one.key for one in accounts[Device(0)].in_order(lambda key: None)]
+    assert order == ["a", "c", "b"]
