@@ -56,9 +56,10 @@ def info(context: click.Context) -> None:
         parts.append("Peer access, from each row's device to each column's memory:")
         names = [f"cuda:{one.device_id}" for one in found.devices]
         uuids = [one.uuid for one in found.devices]
+        links = [reached.get(one, ()) for one in uuids]
         matrix = [
-            (name, *("-" if uuid == to else _yes(to in reached.get(uuid, ())) for to in uuids))
-            for name, uuid in zip(names, uuids, strict=True)
+            (name, *("-" if uuid == to else ("no", "yes")[to in linked] for to in uuids))
+            for name, uuid, linked in zip(names, uuids, links, strict=True)
         ]
         parts.append(aligned(("", *names), matrix))
     if found.hidden:
@@ -97,10 +98,6 @@ def _row(info: DeviceInfo, memory: tuple[int, int] | None) -> Sequence[object]:
         nbytes_text(info.total_memory),
         None if cpus is None else _ranges(cpus),
     )
-
-
-def _yes(reaches: bool) -> str:
-    return "yes" if reaches else "no"
 
 
 def _ranges(numbers: Collection[int]) -> str:

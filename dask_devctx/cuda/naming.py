@@ -90,13 +90,9 @@ def read(which: object) -> Name:
 def listed(text: str) -> list[int | str]:
     """Return the names in a text such as ``"0,1"``, which is no name itself; else none."""
     parts = [part.strip() for part in text.split(",")]
-    if len(parts) < 2 or not all(_names_one(part) for part in parts):
+    if len(parts) < 2 or any(not part or read(part).kind == "unknown" for part in parts):
         return []
     return [int(part) if part.isdecimal() else part for part in parts]
-
-
-def _names_one(part: str) -> bool:
-    return bool(part) and "," not in part and read(part).kind != "unknown"
 
 
 def refuse_no_name(which: object) -> None:

@@ -56,11 +56,13 @@ def metric(worker: Worker, name: str, function: Callable[[Worker], object]) -> I
     """While it is open, a worker's heartbeat has a further metric."""
     # A heartbeat that is under way iterates over the dictionary, and waits in between for dask's
     # own metric of GPUs. If the dictionary changed meanwhile, dask would close the worker.
+    before = {one: value for one, value in worker.metrics.items() if one == name}
     worker.metrics = {**worker.metrics, name: function}
     try:
         yield
     finally:
-        worker.metrics = {one: value for one, value in worker.metrics.items() if value != function}
+        kept = {one: value for one, value in worker.metrics.items() if value != function}
+        worker.metrics = before | kept
 
 
 def told_after(

@@ -33,6 +33,10 @@ _MADE_OF_ITEMS = (tuple, frozenset)
 reduced: dict[type, Callable[[Any], Any]] = {}
 
 
+# A subclass: CPython 3.13.0 lets nobody set the attributes of the class itself.
+_Loader: Any = type("_Loader", (pickle.Unpickler,), {})
+
+
 def _reduce_of(kind: type) -> Callable[[Any], Any] | None:
     """Return the function that reduces values of a type; None where pickle's own way is right."""
     bases = kind.__mro__
@@ -104,7 +108,7 @@ class Rebuild(pickle.Pickler):
             self.dump(root)
             self.at = type(root)
             self._file.seek(0)
-            loader: Any = pickle.Unpickler(self._file)
+            loader: Any = _Loader(self._file)
             loader.persistent_load = self._same.__getitem__
             loader.load()
             made = loader.memo.copy()

@@ -28,6 +28,7 @@ from dask_devctx.dask_internals.tasks import DeviceThreadPoolExecutor, send_next
 from dask_devctx.errors import DevctxError, DeviceFailedError
 from dask_devctx.scheduler.rows import DEVICE
 from dask_devctx.worker.comms import in_place_of_the_first
+from dask_devctx.worker.metrics.history import CLOCKS_DIFFER_S
 from dask_devctx.worker.placement.admission import share_units
 from dask_devctx.worker.run import DeviceRun, HostRun, Refused
 from dask_devctx.worker.tracebacks import of_the_user
@@ -71,6 +72,7 @@ class Runs:
         self._actors = actors
         self._pools = pools
         self.loop = worker.loop
+        self._worker = worker
         self._unannotated: Unannotated = "leave" if failure else options.unannotated
         self._failure = failure  # why the worker does not have the devices
         self.slot = self.admission.slot
@@ -155,6 +157,8 @@ class Runs:
         state = tasks.STATES.get(event.__class__, "released")
         ended = state != "released" and ts.state != "cancelled"
         start, stop = (event.start, event.stop) if ended else (None, None)
+        if start is not None and abs(delay := self._worker.scheduler_delay) <= CLOCKS_DIFFER_S:
+            start, stop = start - delay, stop - delay  # dask added it: see `History.now`
         text = event.exception_text if state == "error" else ""
         if run.__class__ is not DeviceRun:
             if ended and run.__class__ is not Refused:

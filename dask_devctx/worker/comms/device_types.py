@@ -16,7 +16,8 @@ from typing import Any, Final
 from distributed.protocol.cuda import cuda_deserialize, cuda_serialize
 from distributed.protocol.serialize import ObjectDictSerializer
 
-from dask_devctx.transfer import nbytes_by_device, walk
+from dask_devctx.cuda.device import Device
+from dask_devctx.transfer import device_of, nbytes_by_device, walk
 from dask_devctx.transfer.ipc.lanes import FEW
 from dask_devctx.transfer.ipc.parcel import Parcel, Part, Reduce, part_of
 from dask_devctx.transfer.libraries import MODULES, named
@@ -34,7 +35,7 @@ def _find(kind: type) -> Reduce | None:
     """
     if (library := _viewed(kind)) is not None:  # distributed's function would import Numba first
         return functools.partial(_dense, library)
-    libraries = _libraries(kind)
+    libraries = {base.__module__.partition(".")[0] for base in kind.__mro__}
     if "torch" in libraries:
         from dask_devctx.transfer.libraries import torch
 
@@ -131,10 +132,6 @@ def _viewed(kind: type) -> str | None:
     return library if (library, kind.__name__) in known else None
 
 
-def _libraries(kind: type) -> set[str]:
-    return {base.__module__.partition(".")[0] for base in kind.__mro__}
-
-
 def _by_frames(serialize: Any, value: Any, parcel: Parcel) -> Any:
     header, frames = serialize(value)
     places = []
@@ -171,7 +168,11 @@ def _dense(library: str, array: Any, parcel: Parcel) -> Any:
     if array.dtype.hasobject:
         return NotImplemented
     if not is_dense(array.strides, array.shape, array.itemsize):
-        array, parcel.gathered = array.copy(), True
+        home: Any = device_of(array)
+        with home:
+            array, parcel.gathered = array.copy(), True
+        if home is not Device.current():  # the current device's streams know nothing of it
+            home.sync()
     at = parcel.add(Part(named(library).pointer(array), array.nbytes, library, None, array))
     return _as_view, (at, 0, array.shape, array.dtype, array.strides)
 

@@ -68,9 +68,9 @@ class Monitor:
             if work.left or self.calls.running_on(device):
                 self._look(device)
 
-    def has_failed(self) -> bool:
+    def has_failed(self, *first: Device) -> bool:
         """Look at all devices; return whether one has failed, so that the worker ends."""
-        for device in self._devices:
+        for device in (*first, *self._devices):
             self._look(device)
         return self.failure is not None
 

@@ -77,6 +77,8 @@ class Retries:
 
     def _free(self, device: Device) -> None:
         """Free all memory of a device that is not in use."""
+        if self.store is not None:
+            self.store.spill.spill_all(device)
         with suppress(DevctxError), device:
             gc.unfreeze()  # frozen objects may hold memory, too
             gc.collect()

@@ -21,7 +21,7 @@ from dask_devctx.scheduler.rows import KINDS
 # Ten minutes of heartbeats.
 _SAMPLES: Final = 1200
 # Clocks that differ by less are taken for equal.
-_CLOCKS_DIFFER_S: Final = 1.0
+CLOCKS_DIFFER_S: Final = 1.0
 # The number of the next epoch in this process.
 _epochs = itertools.count()
 
@@ -76,10 +76,10 @@ class History:
         self._offset = offset
         self._epoch = f"{time.time()}-{next(_epochs)}"
 
-    def now(self) -> float:
-        """Return the time by the scheduler's clock."""
+    def now(self, at: float | None = None) -> float:
+        """Return the time, or this one, by the scheduler's clock."""
         offset = self._offset()  # by dask's estimate, which a busy event loop makes worse
-        return time.time() + (offset if abs(offset) > _CLOCKS_DIFFER_S else 0.0)
+        return (at or time.time()) + (offset if abs(offset) > CLOCKS_DIFFER_S else 0.0)
 
     def copied(
         self,
@@ -94,7 +94,7 @@ class History:
         timed: bool = True,
     ) -> None:
         """Note a copy that ended just now, or that began at another time; on any thread."""
-        start = self.now() - seconds if begun is None else begun + self._offset()
+        start = self.now() - seconds if begun is None else self.now(begun)
         end = start + seconds
         self.copies.append((source, destination, nbytes, start, end, transport, values, timed))
 

@@ -142,7 +142,7 @@ async def _complete(local: PeerTransfers, address: str, msg: Message) -> None:
         no_memory = is_out_of_memory(error)
         if not opening and (no_memory or not isinstance(error, DevctxError | OSError)):
             unread = dict.fromkeys(arriving, error)
-        elif local.has_failed() or isinstance(error, OSError):
+        elif local.has_failed(device) or isinstance(error, OSError):
             text = f"values from {address} could not be read: {error}"
             raise CommClosedError(text) from error
         else:

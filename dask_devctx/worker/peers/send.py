@@ -160,7 +160,7 @@ def _in_host_memory(
             copying = partial(Copying, value, device, work[key], spill.pool.take, sent=True)
             found[key] = Serialize(spill.allocated(device, there[device], copying).finish())
         except Exception as error:
-            if local.has_failed():
+            if local.has_failed(device):
                 raise CommClosedError(f"the device failed: {error}") from error
             logger.debug("%r goes as dask sends it", key, exc_info=True)
     return found
@@ -170,7 +170,7 @@ def _why_not_staged(local: PeerTransfers, error: Exception, who: str, device: De
     """Return the reason why dask sends some values; raise `CommClosedError` if a device failed."""
     if isinstance(error, _NotStagedError):
         return str(error)
-    if local.has_failed():
+    if local.has_failed(device):
         raise CommClosedError(f"the device failed: {error}") from error
     staging = local.stagings[device]
     refused = staging.refused
@@ -237,8 +237,9 @@ async def _staged(
 def _work(store: Store, key: Hashable, devices: Collection[Device]) -> Stamp:
     """Return the stamp of the work that makes a value on devices."""
     for value in store.values_of([key]):
-        if value.stamp is not None and {*devices} <= {*value.stamp.devices}:
-            return value.stamp
+        stamp = value.stamp  # once: it may leave meanwhile
+        if stamp is not None and {*devices} <= {*stamp.devices}:
+            return stamp
     return Stamp.of_devices(devices)
 
 

@@ -55,7 +55,7 @@ class PeerTransfers:
     limits: Mapping[Device, int]
     store: Callable[[], Store]  # the values; only with devices
     traffic: TrafficCounts
-    has_failed: Callable[[], bool]  # whether a device of the worker has failed
+    has_failed: Callable[..., bool]  # whether a device of the worker has failed
     opened: OpenedBuffers = field(default_factory=OpenedBuffers)
     # The workers that may have this one's memory open; some may have left the cluster.
     readers: set[str] = field(default_factory=set)

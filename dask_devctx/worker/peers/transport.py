@@ -88,8 +88,7 @@ class Transport:
 @functools.cache
 def _advise() -> None:
     _of_worker.info(
-        "Values on GPUs go to workers on other machines through host memory. UCX is some twenty "
-        "times as fast: install distributed-ucxx and start all with protocol='ucxx'"
+        "Values on GPUs go to other machines through host memory; protocol='ucxx' is far faster"
     )
 
 

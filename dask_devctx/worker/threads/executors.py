@@ -37,7 +37,7 @@ def device_threads(
     """While it is open, a worker has an executor for each device, and runs its tasks there."""
     pools: dict[Device, DeviceThreadPoolExecutor] = {}
     for device, queue in admission.states.items():
-        started = partial(keep_to, near_cpus(device.info.cpu_affinity))
+        started = partial(keep_near, device.info.cpu_affinity)
         name, threads = f"devctx-{device}", admission.tasks_per_device
         pools[device] = DeviceThreadPoolExecutor(name, threads, queue, started, clear_frames)
     named = {f"devctx:{device}": pool for device, pool in pools.items()}
@@ -52,20 +52,14 @@ def device_threads(
             pool.shutdown(wait=False)
 
 
-def near_cpus(cpus: frozenset[int] | None) -> frozenset[int] | None:
-    """Return the CPUs near a device that this process may use; None for no restriction."""
+def keep_near(cpus: frozenset[int] | None, thread: threading.Thread) -> None:
+    """Let a thread run only on those CPUs near its device that this process may use."""
     if not cpus or not hasattr(os, "sched_setaffinity"):
-        return None
-    usable = frozenset(os.sched_getaffinity(0))
-    near = cpus & usable
-    return near if near and near != usable else None
-
-
-def keep_to(cpus: frozenset[int] | None, thread: threading.Thread) -> None:
-    """Let a thread run on some CPUs only, if the system allows that."""
-    if cpus:
+        return
+    usable = os.sched_getaffinity(0)
+    if usable & cpus and not usable <= cpus:
         try:
-            os.sched_setaffinity(thread.native_id or 0, cpus)
+            os.sched_setaffinity(thread.native_id or 0, usable & cpus)
         except OSError as error:  # EINVAL: a batch system has taken these CPUs away meanwhile
             logger.info("a device's thread is not bound to the CPUs %s: %s", sorted(cpus), error)
 

@@ -27,7 +27,7 @@ from dask_devctx.errors import DevctxError, DriverError
 from dask_devctx.transfer import nbytes_by_device, release_held, walk
 from dask_devctx.transfer.ipc.sending import Staging
 from dask_devctx.transfer.page_locked import PageLockedPool
-from dask_devctx.worker.threads.executors import keep_to, near_cpus
+from dask_devctx.worker.threads.executors import keep_near
 from dask_devctx.worker.values.accounting import (
     Account,
     Accounts,
@@ -243,7 +243,7 @@ class Spill:
 
     def _keep_below(self, account: Account) -> None:
         """Spill values of a device whenever more than the limit comes near."""
-        keep_to(near_cpus(account.device.info.cpu_affinity), threading.current_thread())
+        keep_near(account.device.info.cpu_affinity, threading.current_thread())
         while self.open and not account.failed:
             with self.lock:
                 self.accounts.settle()
@@ -372,10 +372,10 @@ class Spill:
     def _restored(self, value: Value, device: Device | None) -> Any:
         """Return a value on a device, pinned. One thread restores it; others that need it wait."""
         with value.moving:
-            form, found = value.form, self.pin_if_here(value)
+            found = self.pin_if_here(value)
+            form: Any = value.form  # read after: it may leave meanwhile
             if found is not AWAY:
                 return found
-            assert form is not None
             device = device or form.home
             self.make_room(device, form.nbytes)
             try:
