@@ -20,6 +20,7 @@ import pytest
 import dask_devctx
 from dask_devctx import DevctxError, DevicePlugin, DeviceRouting, dask_internals
 from dask_devctx.dask_internals import ON_A_SCHEDULER, ON_A_WORKER
+from dask_devctx.dask_internals.worker import metric
 from tests.distributed.changes import changes_of
 from tests.distributed.devices import on_cluster
 
@@ -195,3 +196,11 @@ async def test_a_workers_log_keeps_lines_and_no_values(client: Any, worker: Any)
     (line,) = [line for _, line in logs[worker.address] if "dask_devctx.test" in line]
     assert "WARNING - it failed\nTraceback" in line
     assert line.endswith("ValueError: about _Value")
+
+
+@on_cluster(1)
+async def test_a_metric_gives_dasks_own_its_place_back(client: Any, worker: Any) -> None:
+    own = worker.metrics = {**worker.metrics, "rmm": lambda worker: 1}
+    with metric(worker, "rmm", lambda worker: 2):
+        assert worker.metrics["rmm"](worker) == 2
+    assert worker.metrics == own
