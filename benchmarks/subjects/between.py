@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks import field
 from benchmarks.case import CannotRunError, Case, Size
 from benchmarks.host import Entry, started
-from benchmarks.subjects.transfer import MODULE, named, several
+from benchmarks.subjects.transfer import MODULE, named, several, task_case
 
 TITLE = "between machines"
 
@@ -34,15 +34,8 @@ def cases(size: Size) -> Iterator[Case]:
         if not hosts or hosts[0][0] is not entries[0]:
             raise CannotRunError(failed[0].reason)
         for nbytes in (2**10, 2**16) if size.tiny else (2**10, 2**26, 2**30):
-            yield Case(
-                f"a task with an input of {named(nbytes)} of another worker, without CUDA IPC"
-                f"{field.where()}",
-                per="task",
-                single=True,
-                rounds=None if size.tiny else 15,
-                cap_s=10.0,
-                contenders=[
-                    entry.contender(several(host, "round_trip", nbytes)) for entry, host in hosts
-                ],
-                missing=[*missing, *others, *failed],
-            )
+            name = f"a task with an input of {named(nbytes)} of another worker, without CUDA IPC"
+            contenders = [
+                entry.contender(several(host, "round_trip", nbytes)) for entry, host in hosts
+            ]
+            yield task_case(name, 15, contenders, [*missing, *others, *failed], size)

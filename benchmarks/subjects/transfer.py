@@ -67,14 +67,23 @@ def _round_trip(
     bare = Contender(
         "bare copy", several(hosts[1][1], "bare_copy", nbytes), "floor", remark=_bare()
     )
+    name = (
+        f"a task on one GPU with an input of {named(nbytes)} on another, from submission to result"
+    )
+    return task_case(name, 21, [*contenders, bare], missing, size)
+
+
+def task_case(
+    name: str, rounds: int, contenders: list[Contender], missing: list[Missing], size: Size
+) -> Case:
+    """Return the case of a task whose input another worker has."""
     return Case(
-        f"a task on one GPU with an input of {named(nbytes)} on another, from submission to "
-        f"result{field.where()}",
+        f"{name}{field.where()}",
         per="task",
         single=True,
-        rounds=None if size.tiny else 21,
+        rounds=None if size.tiny else rounds,
         cap_s=10.0,
-        contenders=[*contenders, bare],
+        contenders=contenders,
         missing=missing,
     )
 
