@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
@@ -18,6 +19,8 @@ from distributed.utils import thread_state
 from dask_devctx.dask_internals import unsupported
 
 _MISSING = object()
+# A child of dask's own: a worker shows its level INFO, as a line like dask's own.
+workers_log = logging.getLogger("distributed.worker.dask_devctx")
 
 
 @contextmanager
@@ -56,7 +59,7 @@ def metric(worker: Worker, name: str, function: Callable[[Worker], object]) -> I
     """While it is open, a worker's heartbeat has a further metric."""
     # A heartbeat that is under way iterates over the dictionary, and waits in between for dask's
     # own metric of GPUs. If the dictionary changed meanwhile, dask would close the worker.
-    before = {one: value for one, value in worker.metrics.items() if one == name}
+    before = {name: worker.metrics[name]} if name in worker.metrics else {}
     worker.metrics = {**worker.metrics, name: function}
     try:
         yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import ExitStack
 from importlib import import_module
 from typing import Any
@@ -20,6 +19,7 @@ from dask_devctx.dask_internals.worker import (
     metric,
     replaced_actors,
     told_after,
+    workers_log,
     wrapped_handler,
 )
 from dask_devctx.errors import counted
@@ -45,9 +45,6 @@ from dask_devctx.worker.threads.executors import device_threads, threads_without
 from dask_devctx.worker.threads.garbage import short_collections
 from dask_devctx.worker.values.accounting import limit_nbytes
 from dask_devctx.worker.values.store import Store, storing
-
-# A child of dask's own: a worker shows its level INFO, as a line like dask's own.
-_of_worker = logging.getLogger("distributed.worker.dask_devctx")
 
 
 class DeviceExtension:
@@ -172,11 +169,11 @@ class DeviceExtension:
         """Say which devices the worker uses; warn if dask gives it too few tasks for them."""
         used = self.placement.devices
         names = ", ".join(f"{device.info} {device.name or ''}".rstrip() for device in used)
-        _of_worker.info("This worker uses %s: %s", counted(len(used), "device"), names)
+        workers_log.info("This worker uses %s: %s", counted(len(used), "device"), names)
         worker, at_once = self._worker, len(used) * self.admission.tasks_per_device
         nthreads, enough = worker.state.nthreads, LOOK_AHEAD * at_once
         if nthreads < 2 * at_once:
-            _of_worker.warning(
+            workers_log.warning(
                 "%s: This worker has nthreads=%s, and its devices run %s at a time: dask does not "
                 "give it enough tasks to keep them busy. Write LocalCluster(threads_per_worker=%s) "
                 "or dask worker --nthreads %s; LocalDeviceCluster and dask devctx worker choose "

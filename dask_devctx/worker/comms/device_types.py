@@ -76,7 +76,7 @@ find_views: Final[Callable[[type], Reduce | None]] = functools.cache(_find_views
 
 def is_array(value: object) -> bool:
     """Return whether a value is one array that is pickled as a view of its allocation."""
-    return getattr(find_views(type(value)), "func", None) is _view
+    return _viewed(type(value)) is not None
 
 
 def is_by_frames(kind: type) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
-from dask_devctx.cuda.out_of_memory import requested_nbytes
+from dask_devctx.cuda.out_of_memory import release_library_caches, requested_nbytes
 from dask_devctx.errors import DevctxError, DeviceOutOfMemoryError
 from dask_devctx.worker.failures.calls import Call
 
@@ -78,13 +78,12 @@ class Retries:
     def _free(self, device: Device) -> None:
         """Free all memory of a device that is not in use."""
         if self.store is not None:
-            self.store.spill.spill_all(device)
+            self.store.spill.clear(device)
+        self.peers.free_staging(device)
         with suppress(DevctxError), device:
             gc.unfreeze()  # frozen objects may hold memory, too
             gc.collect()
-        self.peers.free_staging(device)
-        if self.store is not None:
-            self.store.spill.clear(device)  # and the caches of libraries
+            release_library_caches()
 
 
 def _memory_info(device: Device) -> tuple[int | None, int | None]:

@@ -17,8 +17,9 @@ import time
 import uuid
 from typing import Final
 
+from dask_devctx.dask_internals.worker import workers_log
+
 logger = logging.getLogger(__name__)
-_of_worker = logging.getLogger("distributed.worker.dask_devctx")  # dask shows its lines
 
 # Workers with another number send each other values by dask. It changes with any message.
 PROTOCOL: Final = 7
@@ -87,7 +88,7 @@ class Transport:
 
 @functools.cache
 def _advise() -> None:
-    _of_worker.info(
+    workers_log.info(
         "Values on GPUs go to other machines through host memory; protocol='ucxx' is far faster"
     )
 
