@@ -24,7 +24,7 @@ from dask_devctx.simulated_array import SimulatedArray
 from tests.distributed import conftest as on_devices
 from tests.distributed.devices import with_plugin
 
-# What is counted, and the most that it may be. No circle of files is larger than two. For an empty
+# The limits of all that is counted here. No circle of files is larger than two. For an empty
 # task 65 calls are allowed, for one with an input and a result on the device 105.
 LINES = {"dask_devctx": 22_000, "dask_devctx/worker": 6_460, "tests": 21_750}
 FILES = {"dask_devctx": 144}
