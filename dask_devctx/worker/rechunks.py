@@ -86,15 +86,15 @@ class Rechunks:
                 "dask.config.set({'array.rechunk.method': 'tasks'})"
             )
         with device:
-            block = library.dense(block)
-        pointer = library.pointer(block)  # raises if its bytes cannot be copied
-        places = nbytes_by_device(block)
-        work = Stamp.of_devices(places)
-        value = Value((run.id, run.run_id, *index), block, places, work)
-        held = Held(run.local_address, library.name, block.dtype, tuple(block.shape))
-        store.spill.add(value)
-        nbytes = block.dtype.itemsize * math.prod(block.shape)
-        memory = memory_of(block)
+            dense = library.dense(block)
+        pointer = library.pointer(dense)  # raises if its bytes cannot be copied
+        places, memory = nbytes_by_device(dense), memory_of(dense)
+        value = store.spill.counted(memory, block) if memory is not None else None
+        if value is None:
+            value = Value((run.id, run.run_id, *index), dense, places, Stamp.of_devices(places))
+            store.spill.add(value)
+        held = Held(run.local_address, library.name, dense.dtype, tuple(dense.shape))
+        nbytes = dense.dtype.itemsize * math.prod(dense.shape)
         base, allocated = (memory.base, memory.nbytes) if memory is not None else (pointer, nbytes)
         run.blocks[index] = Block(held, value, nbytes, pointer - base, allocated)
         return held
