@@ -45,7 +45,11 @@ def info(context: click.Context) -> None:
             reached[one.uuid] = _reached(backend, one, found.devices)
     except DevctxError as error:
         problems.append(str(error))
-    problems += _problems_of_the_configuration()
+    problems += config.unknown_keys()
+    try:
+        Options()
+    except (TypeError, ValueError) as error:
+        problems.append(str(error))
     seen = f"CUDA_VISIBLE_DEVICES {'not set' if visible is None else repr(visible)}"
     parts = [f"{counted(len(rows), noun)}, {version}, {seen}"]
     parts[0] += "" if order is None else f", CUDA_DEVICE_ORDER={order}"
@@ -70,15 +74,6 @@ def info(context: click.Context) -> None:
         parts.append("\n".join(["Problems:", *(f"- {one}" for one in dict.fromkeys(problems))]))
     click.echo("\n\n".join(parts))
     context.exit(0 if reached else 1)
-
-
-def _problems_of_the_configuration() -> list[str]:
-    found = config.unknown_keys()
-    try:
-        Options()
-    except (TypeError, ValueError) as error:
-        found.append(str(error))
-    return found
 
 
 def _reached(backend: Backend, info: DeviceInfo, all_: Sequence[DeviceInfo]) -> set[str]:

@@ -72,7 +72,8 @@ def executed_by(
     ``begin`` gets the worker's state of the task and must not raise; ``end`` gets it too, with the
     stand-in and dask's event of the outcome, None without one.
     """
-    execute, states = worker.execute, worker.state.tasks
+    execute, states, stream = worker.execute, worker.state.tasks, worker.batched_stream
+    running, ready = worker.state.executing, worker.state.ready
     ended, passed_on = False, set()
 
     async def executed(key: Hashable, *, stimulus_id: str) -> Any:
@@ -103,6 +104,8 @@ def executed_by(
                 end(ts, stand_in, event)
             except Exception:  # without its event, the task would stay in "executing"
                 logger.exception("The end of %r was not counted", key)
+        if len(running) < 2 and not ready:
+            stream.next_deadline = None  # dask would hold this back for others, which do not come
         return event
 
     try:

@@ -139,7 +139,9 @@ class Rechunks:
 
     def _asked(self, grid: Grid, index: Index, owner: int) -> Coming:
         """Return what a worker was asked for, and ask it for pieces of the next blocks."""
-        enough = self._ahead_nbytes(grid)
+        # With several devices, the next blocks may be made on another one: none is asked for.
+        total = 0 if len(self._devices) > 1 else self._devices[0].info.total_memory or 0
+        enough = total // _PART // len(grid.addresses)
         with grid.run.lock:
             found = grid.coming.pop((index, owner), None)
             if found is not None and found.offset:
@@ -171,12 +173,6 @@ class Rechunks:
             future = self._fetched(grid, owner, tuple(asked))
             for index, offset in asked.items():
                 grid.coming[index, owner] = Coming(future, offset, len(asked) > 1)
-
-    def _ahead_nbytes(self, grid: Grid) -> int:
-        """How much a worker is asked for; 0 where the next blocks may be made on another device."""
-        if len(self._devices) > 1:
-            return 0
-        return (self._devices[0].info.total_memory or 0) // _PART // len(grid.addresses)
 
     def _fetched(self, grid: Grid, owner: int, asked: tuple[Index, ...]) -> Future[Any]:
         fetched = grid.run.fetched(self._worker, grid.addresses[owner], asked)

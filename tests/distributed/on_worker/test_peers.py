@@ -243,6 +243,24 @@ def handlers(dask_worker: Worker) -> list[str]:
     return [op for op in dask_worker.handlers if op.startswith("devctx_ipc")]
 
 
+def hold_back(seconds: float, dask_worker: Worker) -> None:
+    """Let a worker hold messages to its scheduler back for so long after the one before."""
+    stream = dask_worker.batched_stream
+    stream.interval, stream.next_deadline = seconds, None
+    stream.waker.set()
+
+
+def test_the_end_of_a_workers_only_task_is_not_held_back(pair: Pair) -> None:
+    client, (first, second) = pair
+    x = client.submit(SimulatedArray, (2,), workers=[first])
+    wait(x)
+    client.run(hold_back, 60.0)
+    try:  # the message before it tells that the input has arrived
+        wait(client.submit(read, x, workers=[second], pure=False), timeout=20)
+    finally:
+        client.run(hold_back, 0.002)
+
+
 def test_the_plugin_may_go_and_come_back(pair: Pair) -> None:
     client, workers = pair
     client.unregister_worker_plugin("devctx")
