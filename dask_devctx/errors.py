@@ -342,7 +342,7 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
             yield f"{nbytes_text(self.requested_nbytes)} asked for"
         if self.free_nbytes is not None and self.total_nbytes is not None:
             free, total = nbytes_text(self.free_nbytes), nbytes_text(self.total_nbytes)
-            yield f"{free} of {total} are free after the task gave its memory back"
+            yield f"without the task, {free} of {total} are free"
         if held := [(pid, nbytes) for pid, nbytes in self.holders if nbytes != 0]:
             unknown = "an unknown amount"
             sizes = (f"process {p} {unknown if n is None else nbytes_text(n)}" for p, n in held)

@@ -12,7 +12,7 @@ from typing import Any, Final
 from distributed import Client, Worker
 from distributed.deploy import Cluster
 
-from dask_devctx.client.live import aligned, by_device, cells, refuse_unusable
+from dask_devctx.client.live import aligned, by_device, cells, host_of, refuse_unusable
 from dask_devctx.errors import counted, nbytes_text
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.rows import DeviceCounts, TaskRun, Transfer, added, known
@@ -186,11 +186,10 @@ async def _report(client: Client) -> Report:
     found = [(w, one) for w, one in answers if workers.get(w)]
     tasks = [task for w, one in found for task in _tasks(one["runs"], w)]
     tasks.sort(key=lambda task: task.start or 0.0)
-    devices = [
-        ReportedDevice(**known(DeviceCounts, row), worker=w, worker_name=one["name"])
-        for w, one in found
-        for row in one["devices"]
-    ]
+    names = {w: one["name"] for w, one in found}
+    rows = [(w, known(DeviceCounts, row)) for w, one in found for row in one["devices"]]
+    devices = [ReportedDevice(**row, worker=w, worker_name=names[w]) for w, row in rows]
+    devices.sort(key=lambda row: (host_of(row.worker), row.device_id))
     transfers = [(w, known(Transfer, row)) for w, one in found for row in one["transfers"]]
     return Report(
         [task for task in tasks if task.uuid is not None],

@@ -384,8 +384,8 @@ def test_a_task_that_must_not_run_twice_may_end_just_before_its_worker_leaves(
     apart: Client, tmp_path: Path
 ) -> None:
     """The scheduler hears of its end after it hears of the failure."""
-    assert apart.submit(send_messages_each, 1.5).result(timeout=30) is None
     with dask.annotate(device=1, priority=1):
+        assert apart.submit(send_messages_each, 1.5).result(timeout=30) is None
         apart.submit(str, 1).result(timeout=30)  # the next message goes much later
         with dask.annotate(rerun=False):
             done = apart.submit(count_slowly, str(tmp_path), "done", 0.1)

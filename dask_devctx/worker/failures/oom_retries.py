@@ -62,7 +62,7 @@ class Retries:
             call.attempts,
             *((None, {}) if self.store is None else self.store.spill.stock(error, device)),
         )
-        failure.__cause__ = error
+        failure.__cause__, failure.__traceback__ = error, error.__traceback__
         if not call.is_task:
             failure.add_note(
                 "A method of an actor is not tried again: it may have changed the actor's state"

@@ -206,10 +206,10 @@ class Placement:
     def _not_enough(self, wanted: int, named: Sequence[Device] = ()) -> DevctxError:
         mine, asked = (", ".join(str(one.info) for one in some) for some in (self.devices, named))
         there = len(discovery.inventory(driver.backend()).devices)
-        several = f"LocalDeviceCluster(devices_per_worker={wanted}), or n_workers=1"
+        several = "n_workers=1" if named else f"devices_per_worker={wanted}, or n_workers=1"
         return DevctxError(
             f"the task asks for {wanted} devices at once{f' ({asked})' if named else ''}, and no "
             f"worker that it may run on has them: this one has {len(self.devices)} ({mine}), and "
             f"its machine {there}. The devices of a task belong to one worker: ask for fewer"
-            f"{f', or start workers of several: {several}' if there >= wanted else ''}"
+            f"{f', or start workers of more devices: {several}' if there >= wanted else ''}"
         )

@@ -449,14 +449,15 @@ class Spill:
             return vars(self.accounts[device].counts) | beside
 
     def wait_for_all(self, device: Device) -> None:
-        """Wait for the copy ahead that is under way, and a moment for results and for readers."""
+        """Wait for the copy ahead that is under way; a moment for results, readers and staging."""
+        staging = self.stagings.get(device)
         with self.copies.ahead:  # readers: a P2P rechunk's for other workers, too
             until = monotonic() + _HANDED_S
         while monotonic() < until:
             with self.lock:
                 self.accounts.settle()
-                values = self.accounts[device].values()
-                if not any(value.fresh or value.pins for value in values):
+                used = any(one.fresh or one.pins for one in self.accounts[device].values())
+                if not used and not (staging and staging.taken):
                     return
             sleep(_POLL_S)
 

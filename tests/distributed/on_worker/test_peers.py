@@ -401,8 +401,8 @@ def empty(dask_worker: Worker) -> None:
         driver.backend().calls.work.free(peers.kept.pop())
 
 
-def of_5_mb() -> SimulatedArray:
-    return peers.array(625_000)
+def of_8_mb() -> SimulatedArray:
+    return peers.array(1_000_000)
 
 
 def test_without_room_on_the_receiver_the_task_fails_with_that() -> None:
@@ -418,11 +418,18 @@ def test_without_room_on_the_receiver_the_task_fails_with_that() -> None:
         assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
 
 
+def use_staging(seconds: float, dask_worker: Worker) -> None:
+    """Use a worker's staging memory for a while, as a transfer that is under way."""
+    (staging,) = dask_worker.plugins["devctx"].extension.peers.stagings.values()
+    dask_worker.loop.call_later(seconds, staging.give, *staging.piece(1))
+
+
 def test_staging_memory_makes_room_for_a_task_and_goes_back_unused() -> None:
     with peers.cluster(2) as (client, workers):
         assert peers.send(client, of_3_mb, peers.last, workers) == ARRIVED
         client.run(fill, workers=workers[:1])
-        assert client.submit(of_5_mb, workers=workers[:1]).result(timeout=30).nbytes == 5_000_000
+        client.run(use_staging, 0.5, workers=workers[:1])
+        assert client.submit(of_8_mb, workers=workers[:1]).result(timeout=30).nbytes == 8_000_000
         client.run(empty, workers=workers[:1])
         assert peers.send(client, of_3_mb, peers.last, workers) == ARRIVED
         assert client.run(peers.staging_nbytes, workers=workers[:1])[workers[0]] > 0
