@@ -89,7 +89,7 @@ class Rechunks:
             dense = library.dense(block)
         pointer = library.pointer(dense)  # raises if its bytes cannot be copied
         places, memory = nbytes_by_device(dense), memory_of(dense)
-        value = store.spill.counted(memory, block) if memory is not None else None
+        value = store.spill.accounts.counted(memory, block) if memory is not None else None
         if value is None:
             value = Value((run.id, run.run_id, *index), dense, places, Stamp.of_devices(places))
             store.spill.add(value)

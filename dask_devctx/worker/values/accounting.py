@@ -158,6 +158,12 @@ class Accounts(dict[Device, Account]):
             entry.away = form.home, form.nbytes
             self[form.home].counts.spilled += form.nbytes
 
+    def counted(self, memory: Memory, whole: Any) -> Value | None:
+        """Return the value that an object in an allocation is counted as, if it is."""
+        with self._lock:
+            found = _living(self[memory.device].blocks.get(memory, ()))
+            return next((value for value in found if value.value is whole), None)
+
     def settle(self) -> None:
         """Count off the values that ended."""
         while self.ended:

@@ -26,7 +26,6 @@ from dask_devctx.driver import statuses
 from dask_devctx.errors import DevctxError, DriverError
 from dask_devctx.transfer import nbytes_by_device, release_held, walk
 from dask_devctx.transfer.ipc.sending import Staging
-from dask_devctx.transfer.location import Memory
 from dask_devctx.transfer.page_locked import PageLockedPool
 from dask_devctx.worker.threads.executors import keep_near
 from dask_devctx.worker.values.accounting import (
@@ -200,12 +199,6 @@ class Spill:
                 account = self.accounts.get(device)
                 if account and account.counts.held + account.reserved > account.limit * _START:
                     account.changed.notify_all()
-
-    def counted(self, memory: Memory, whole: Any) -> Value | None:
-        """Return the value that an object in an allocation is counted as, if it is."""
-        with self.lock:
-            found = [entry() for entry in self.accounts[memory.device].blocks.get(memory, ())]
-            return next((one for one in found if one is not None and one.value is whole), None)
 
     # -- readers
 
