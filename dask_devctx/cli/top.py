@@ -76,7 +76,13 @@ def top(
 
     The exit status is 1 if the scheduler cannot be reached, or goes away.
     """
-    with _connected(scheduler, scheduler_file, timeout) as client:
+    address = scheduler_address(scheduler, scheduler_file)
+    where = {"scheduler_file": scheduler_file} if scheduler_file else {"address": address}
+    try:
+        connected = Client(timeout=timeout, set_as_default=False, **where)
+    except (OSError, TimeoutError, ValueError) as why:
+        raise click.ClickException(f"no scheduler at {address or scheduler_file}: {why}") from why
+    with connected as client:
         try:
             with suppress(KeyboardInterrupt), _interrupted() as interrupted:
                 before = moment(client)
@@ -90,15 +96,6 @@ def top(
                     before = now
         except (OSError, TimeoutError) as error:
             raise click.ClickException(f"the scheduler went away: {error}") from error
-
-
-def _connected(scheduler: str | None, file: str | None, timeout_s: float) -> Client:
-    address = scheduler_address(scheduler, file)
-    where = {"scheduler_file": file} if file else {"address": address}
-    try:
-        return Client(timeout=timeout_s, set_as_default=False, **where)
-    except (OSError, TimeoutError, ValueError) as error:
-        raise click.ClickException(f"no scheduler at {address or file}: {error}") from error
 
 
 @contextmanager

@@ -234,8 +234,10 @@ def test_only_a_task_that_can_fit_makes_others_leave(
         wait(values)
         asked = client.submit(ask, pure=False)
         error = asked.exception(timeout=30)
-        row = report(client).devices[0]
+        found = report(client)
+    (row,) = found.devices
     assert (error is None) is fits
+    assert f"ran out of memory: {1 if fits else 2} time" in str(found)
     assert fits or "asks for more than the device has" in str(error)
     assert fits or "ran 2 times" in str(error)
     assert row.spills == (3 if fits else 0)

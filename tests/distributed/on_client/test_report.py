@@ -109,7 +109,8 @@ def test_the_task_stream_knows_the_device_and_does_not_break(
 def test_it_has_a_line_for_each_device_as_text_and_in_a_notebook(client: Client) -> None:
     ran = run_some(client)
     found = report(client)
-    head, *lines = str(found).splitlines()
+    head, *lines, failed = str(found).splitlines()
+    assert failed == "failed: 1 of fail"
     names = ["device", "worker", "runs", "waits", "done", "failed", "use", "memory used", "kept"]
     assert re.split("  +", head)[:9] == names
     assert [line.split()[0] for line in lines] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
