@@ -101,15 +101,14 @@ NAMES = tuple(f"{owner}{name}" for owner, names in _BY_OWNER.items() for name in
 ON_A_WORKER, ON_A_SCHEDULER = (
     tuple(names.split())
     for names in (
-        "_pending_plugins executors[default] executors[offload] "
+        "_pending_plugins batched_stream.next_deadline executors[default] executors[offload] "
         "handlers[actor_attribute] handlers[actor_execute] handlers[get_data] handlers[run] "
         "handlers[run_coroutine] memory_manager.data memory_manager.memory_limit metrics nanny "
-        "periodic_callbacks[heartbeat] state.actors state.data state.transfer_message_bytes_limit "
-        "stream_handlers[close] stream_handlers[free-keys] "
+        "periodic_callbacks[heartbeat] state.actors state.data state.executing state.ready "
+        "state.transfer_message_bytes_limit stream_handlers[close] stream_handlers[free-keys] "
         "stream_handlers[remove-worker]",
         "handlers handlers[processing] handlers[unregister] host_info "
-        "plugins[shuffle].active_shuffles rpc running "
-        "stream_handlers[task-erred] worker_plugins",
+        "rpc running stream_handlers[task-erred] worker_plugins",
     )
 )
 
