@@ -40,6 +40,7 @@ from tests.distributed.devices import (
     device_threads,
     here,
     on_cluster,
+    started,
     with_plugin,
 )
 from tests.distributed.peers import configured
@@ -73,6 +74,11 @@ class Slow:
 
     def blocks(self, name: str) -> int | None:
         return blocks(name)
+
+
+def test_a_scheduler_without_dasks_extensions() -> None:
+    with started(scheduler_kwargs={"extensions": {}}, devices=[1]) as client:
+        assert client.submit(here).result() == 1
 
 
 @on_cluster(8)
