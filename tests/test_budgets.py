@@ -31,8 +31,8 @@ FILES = {"dask_devctx": 144}
 CIRCLE = 2
 # On the scheduler, on the worker's event loop, and on the device's thread.
 CALLS = {
-    "empty": {"scheduler": 4.9, "loop": 19.3, "thread": 24.9},
-    "input and result": {"scheduler": 3.0, "loop": 22.3, "thread": 60.9},
+    "empty": {"scheduler": 6.9, "loop": 18.4, "thread": 24.9},
+    "input and result": {"scheduler": 4.1, "loop": 21.4, "thread": 61.0},
 }
 
 ROOT = Path(__file__).parents[1]

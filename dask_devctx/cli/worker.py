@@ -120,7 +120,8 @@ def _parameters() -> Iterator[click.Parameter]:
         key = key_of(name)
         spelling = f"--{key}/--no-{key}" if name in flags else f"--{key}"
         metavar = None if name in flags else "VALUE"
-        yield click.Option([spelling, name], default=None, metavar=metavar, help=_text_of(name))
+        said = text_of(name) + (" With commas between them." if name == "devices" else "")
+        yield click.Option([spelling, name], default=None, metavar=metavar, help=said)
     yield click.Option(
         ["--n-workers", "--nworkers", "n_workers"],
         type=click.IntRange(1),
@@ -136,10 +137,6 @@ def _parameters() -> Iterator[click.Parameter]:
     for param in dask_worker.params:
         if isinstance(param, click.Option) and param.name not in _OURS_TOO:
             yield param
-
-
-def _text_of(name: str) -> str:
-    return text_of(name) + (" With commas between them." if name == "devices" else "")
 
 
 _ORDER: Final = {name: n for n, name in enumerate(_EVERYDAY)}

@@ -93,12 +93,6 @@ def timeline(client: Client, path: str | os.PathLike[str], *, since: float = 0.0
     A process of the trace is a worker, and a thread is a device. Copies are slices on both ends,
     with an arrow. Within a worker, a copy of 1 MiB or more lasts for as long as the device needs;
     smaller ones are not timed.
-
-    Examples
-    --------
-    ::
-
-        timeline(client, "all.json")
     """
     refuse_unusable(client, "timeline(Client(cluster), path)")
     if not isinstance(path, str | os.PathLike):
@@ -112,9 +106,8 @@ async def _written(client: Client, path: Path, since: float) -> Timeline:
     if stretch is None:
         raise DevctxError(
             "no timeline was made, because the scheduler does not have the plugin of dask-devctx. "
-            "The plugin comes with the first worker that has devices: "
-            "client.register_plugin(DevicePlugin()), and install dask-devctx where the scheduler "
-            "runs"
+            "It comes with the first worker that has devices (client.register_plugin("
+            "DevicePlugin())); install dask-devctx where the scheduler runs"
         )
     content = trace(stretch)
     about = content["otherData"]

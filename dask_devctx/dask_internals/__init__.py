@@ -86,7 +86,7 @@ _BY_OWNER: Final = {
     ),
     "distributed.scheduler:Scheduler.": (
         "coerce_address coerce_hostname register_scheduler_plugin register_worker_plugin "
-        "transitions valid_workers"
+        "send_all transitions valid_workers"
     ),
     "distributed.scheduler:TaskState.": (
         "annotations host_restrictions loose_restrictions worker_restrictions"
@@ -108,7 +108,7 @@ ON_A_WORKER, ON_A_SCHEDULER = (
         "state.transfer_message_bytes_limit stream_handlers[close] stream_handlers[free-keys] "
         "stream_handlers[remove-worker]",
         "handlers handlers[processing] handlers[unregister] host_info "
-        "rpc running stream_handlers[task-erred] worker_plugins",
+        "rpc running stream_comms stream_handlers[task-erred] worker_plugins",
     )
 )
 

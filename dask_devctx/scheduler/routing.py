@@ -117,12 +117,13 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         acts: dict[str, Callable[..., Any]] = {
             ANNOUNCE: self._announced,
             REFUSE: self._refused,
-            FAILED: self._device_failed,
+            FAILED: lambda address, **row: self._suspects.failed(address, Failure(**row)),
             CLAIM: self._sharing.claim,
-            RECHUNK: self._rechunk,
+            RECHUNK: lambda address, **row: lead_outputs(scheduler, **row),
         }
         handlers = {op: update_wrapper(partial(self._answer, op, a), a) for op, a in acts.items()}
         self._steps.enter_context(answering(scheduler, handlers))
+        self._steps.enter_context(internals.idle_workers_hear_at_once(scheduler))
         tasks = list(scheduler.tasks.values())
         self._restrict(tasks)
         internals.schedule_again(scheduler, tasks)
@@ -234,12 +235,6 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self.refused[self.scheduler.workers[address].name] = _REFUSALS[kind](*arguments)
         self._cluster.unheard.pop(address, None)
         self._review()
-
-    def _device_failed(self, address: str, **failure: Any) -> None:
-        self._suspects.failed(address, Failure(**failure))
-
-    def _rechunk(self, address: str, shuffle: str, number: int) -> None:
-        lead_outputs(self.scheduler, shuffle, number)
 
     # -- tasks
 

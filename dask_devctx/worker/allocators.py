@@ -65,7 +65,8 @@ def _use_rmm(steps: ExitStack, device: Device, options: Options, worker_name: ob
 
 
 def _resource(mr: Any, device: Device, options: Options, worker_name: object) -> Any:
-    size, maximum, threshold = (_aligned(device, getattr(options, name)) for name in _SIZES)
+    sizes = (limit_nbytes(device, getattr(options, name)) for name in _SIZES)
+    size, maximum, threshold = (n and n // _ALIGNMENT_NBYTES * _ALIGNMENT_NBYTES for n in sizes)
     if options.rmm_async:
         resource = mr.CudaAsyncMemoryResource(initial_pool_size=size, release_threshold=threshold)
         if maximum is not None:
@@ -95,11 +96,6 @@ def _rmm_metric(devices: Sequence[Device], worker: Worker) -> dict[str, int]:
         with device:
             sums.update(distributed.diagnostics.rmm.real_time())
     return dict(sums)
-
-
-def _aligned(device: Device, size: float | str | None) -> int | None:
-    nbytes = limit_nbytes(device, size)
-    return None if nbytes is None else nbytes // _ALIGNMENT_NBYTES * _ALIGNMENT_NBYTES
 
 
 # -- libraries

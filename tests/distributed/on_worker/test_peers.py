@@ -243,22 +243,26 @@ def handlers(dask_worker: Worker) -> list[str]:
     return [op for op in dask_worker.handlers if op.startswith("devctx_ipc")]
 
 
-def hold_back(seconds: float, dask_worker: Worker) -> None:
-    """Let a worker hold messages to its scheduler back for so long after the one before."""
-    stream = dask_worker.batched_stream
-    stream.interval, stream.next_deadline = seconds, None
-    stream.waker.set()
+def hold_back(seconds: float, dask_worker: Any) -> None:
+    """Let a worker or a scheduler hold messages back for so long after the one before."""
+    own = [dask_worker.batched_stream] if isinstance(dask_worker, Worker) else []
+    for stream in [*own, *dask_worker.stream_comms.values()]:
+        stream.interval, stream.next_deadline = seconds, None
+        stream.waker.set()
 
 
-def test_the_end_of_a_workers_only_task_is_not_held_back(pair: Pair) -> None:
+def test_a_workers_only_task_is_told_at_once_and_so_is_its_end(pair: Pair) -> None:
     client, (first, second) = pair
     x = client.submit(SimulatedArray, (2,), workers=[first])
     wait(x)
-    client.run(hold_back, 60.0)
-    try:  # the message before it tells that the input has arrived
-        wait(client.submit(read, x, workers=[second], pure=False), timeout=20)
+    for run in (client.run, client.run_on_scheduler):
+        run(hold_back, 60.0)
+    try:  # the message before an end tells that the input has arrived
+        for _ in range(2):
+            wait(client.submit(read, x, workers=[second], pure=False), timeout=20)
     finally:
-        client.run(hold_back, 0.002)
+        for run in (client.run, client.run_on_scheduler):
+            run(hold_back, 0.002)
 
 
 def test_the_plugin_may_go_and_come_back(pair: Pair) -> None:
