@@ -256,7 +256,7 @@ def _below(report: Report) -> Iterator[str]:
     failed = Counter(task.prefix for task in report if task.outcome == "error").most_common(_MOST)
     yield from (f"failed: {n} of {prefix}" for prefix, n in failed)
     if tries := sum(device.out_of_memory for device in report.devices):
-        yield f"ran out of memory: {counted(tries, 'time')}; such a task is tried again"
+        yield f"ran out of memory: {counted(tries, 'time')}, retries included"
     refused = Counter((task.prefix, task.reason) for task in report.refused).most_common()
     for (prefix, reason), n in refused[:_MOST]:
         yield f"refused: {n} of {prefix}: {reason}"

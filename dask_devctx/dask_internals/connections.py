@@ -34,8 +34,6 @@ _lock = threading.Lock()
 UNREAD: Final[ContextVar[dict[Hashable, Exception] | None]] = ContextVar(
     "devctx-unread", default=None
 )
-
-
 _asking: WeakKeyDictionary[Any, Callable[..., Awaitable[Any]]] = WeakKeyDictionary()
 
 

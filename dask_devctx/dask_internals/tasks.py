@@ -106,6 +106,8 @@ def executed_by(
                 logger.exception("The end of %r was not counted", key)
         if len(running) < 2 and not ready:
             stream.next_deadline = None  # dask would hold this back for others, which do not come
+            if stream.buffer:
+                stream.waker.set()
         return event
 
     try:

@@ -20,6 +20,7 @@ import pytest
 import dask_devctx
 from dask_devctx import DevctxError, DevicePlugin, DeviceRouting, dask_internals
 from dask_devctx.dask_internals import ON_A_SCHEDULER, ON_A_WORKER
+from dask_devctx.dask_internals.scheduler import idle_workers_hear_at_once
 from dask_devctx.dask_internals.worker import metric
 from tests.distributed.changes import changes_of
 from tests.distributed.devices import on_cluster
@@ -204,3 +205,14 @@ async def test_a_metric_gives_dasks_own_its_place_back(client: Any, worker: Any)
     with metric(worker, "rmm", lambda worker: 2):
         assert worker.metrics["rmm"](worker) == 2
     assert worker.metrics == own
+
+
+@on_cluster(1)
+async def test_a_schedulers_messages_are_looked_at_once(client: Any, scheduler: Any) -> None:
+    """Also if a plugin was removed without its end, as dask removes it."""
+    before = scheduler.send_all
+    with idle_workers_hear_at_once(scheduler):
+        first = scheduler.send_all
+        with idle_workers_hear_at_once(scheduler):
+            assert scheduler.send_all is first
+    assert scheduler.send_all == before != first
