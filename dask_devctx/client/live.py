@@ -6,7 +6,7 @@ All numbers come from the heartbeats that the scheduler has anyway: nothing is c
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -23,6 +23,22 @@ _WIDTH: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
+class ReportedDevice(DeviceCounts):
+    """A device of a worker.
+
+    Parameters
+    ----------
+    worker
+        The worker's address.
+    worker_name
+        The worker's name.
+    """
+
+    worker: str = ""
+    worker_name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class LiveDevice(DeviceCounts):
     """One device, with the sums over the workers that use it, and its rates."""
 
@@ -34,25 +50,33 @@ class LiveDevice(DeviceCounts):
     nbytes_per_s: float = 0.0
 
 
-def by_device(
-    rows: Iterable[tuple[str, str, DeviceCounts]], transfers: Iterable[Transfer]
-) -> dict[str, LiveDevice]:
-    """Return the devices by UUID, from each worker's address, name and counts."""
+def device_rows(workers: Iterable[tuple[str, str, Iterable[Any]]]) -> list[ReportedDevice]:
+    """Return the rows of workers' devices, by host and ordinal: of each address, name and rows."""
+    found = [
+        ReportedDevice(**known(DeviceCounts, row), worker=address, worker_name=name)
+        for address, name, rows in workers
+        for row in rows
+    ]
+    return sorted(found, key=lambda row: (host_of(row.worker), row.device_id))
+
+
+def by_device(rows: Iterable[ReportedDevice], moved: Iterable[Transfer]) -> dict[str, LiveDevice]:
+    """Return the devices by UUID, in the order of the rows that workers have of them."""
     copied = Counter[str]()
-    for transfer in transfers:
+    for transfer in moved:
         copied[transfer.destination] += transfer.nbytes
-    groups: defaultdict[str, list[tuple[str, str, DeviceCounts]]] = defaultdict(list)
-    for row in sorted(rows, key=lambda row: (host_of(row[0]), row[2].device_id)):
-        groups[row[2].uuid].append(row)
+    groups: dict[str, list[ReportedDevice]] = {}
+    for row in rows:
+        groups.setdefault(row.uuid, []).append(row)
     return {
         uuid: LiveDevice(
             **{name: getattr(counts, name) for name in DeviceCounts.__slots__},
-            host=host_of(members[0][0]),
-            workers=tuple(name for _, name, _ in members),
+            host=host_of(members[0].worker),
+            workers=tuple(row.worker_name for row in members),
             copied_nbytes=copied[uuid],
         )
         for uuid, members in groups.items()
-        for counts in [merged([row for _, _, row in reversed(members)])]
+        for counts in [merged(members[::-1])]
     }
 
 
@@ -154,19 +178,14 @@ def moment(client: Client) -> Any:
 
 async def _moment(client: Client) -> Moment:
     # `client.scheduler_info()` may lack the workers: dask refreshes what it returns without them.
-    identity: Any = await client.scheduler.identity(n_workers=-1)
-    names = {address: str(worker["name"]) for address, worker in identity["workers"].items()}
-    counts = []
-    moved: list[Transfer] = []
-    for address, worker in identity["workers"].items():
-        for row in worker["metrics"].get(METRIC, ()):
-            one = DeviceCounts(**known(DeviceCounts, row))
-            counts.append((address, names[address], one))
-        moved += transfers(worker["metrics"])
+    workers: Any = (await client.scheduler.identity(n_workers=-1))["workers"]
+    names = {w: str(one["name"]) for w, one in workers.items()}
+    rows = device_rows((w, names[w], one["metrics"].get(METRIC, ())) for w, one in workers.items())
+    moved = [row for one in workers.values() for row in transfers(one["metrics"])]
     nbytes = Counter[str]()
     for transfer in moved:
         nbytes[transfer.transport] += transfer.nbytes
-    return Moment(time.monotonic(), names, by_device(counts, moved), nbytes)
+    return Moment(time.monotonic(), names, by_device(rows, moved), nbytes)
 
 
 def between(before: Moment, now: Moment) -> list[LiveDevice]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
+from functools import reduce
 from html import escape
 from textwrap import wrap
 from typing import Any, Final
@@ -12,7 +13,8 @@ from typing import Any, Final
 from distributed import Client, Worker
 from distributed.deploy import Cluster
 
-from dask_devctx.client.live import aligned, by_device, cells, host_of, refuse_unusable
+from dask_devctx.client import live
+from dask_devctx.client.live import ReportedDevice
 from dask_devctx.errors import counted, nbytes_text
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.rows import DeviceCounts, TaskRun, Transfer, added, known
@@ -64,22 +66,6 @@ class ReportedRefusal:
 
 
 @dataclass(frozen=True, slots=True)
-class ReportedDevice(DeviceCounts):
-    """A device of a worker.
-
-    Parameters
-    ----------
-    worker
-        The worker's address.
-    worker_name
-        The worker's name.
-    """
-
-    worker: str = ""
-    worker_name: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class ReportedTransfer(Transfer):
     """Values that went from one device to another, and the address of the worker that counted."""
 
@@ -126,7 +112,7 @@ class Report(list[ReportedTask]):
 
     def __repr__(self) -> str:  # a list of thousands of tasks is unreadable
         below = [wrapped for line in _below(self) for wrapped in wrap(line, _COLUMNS)]
-        return "\n".join([aligned(*_table(self)), *below])
+        return "\n".join([live.aligned(*_table(self)), *below])
 
     def _repr_html_(self) -> str:
         head, rows = _table(self)
@@ -173,7 +159,7 @@ def report(client: Client | Cluster) -> Report:
     if isinstance(client, Cluster) and not client.asynchronous:
         with Client(client, set_as_default=False) as own:
             return report(own)
-    refuse_unusable(client, "report(Client(cluster))")
+    live.refuse_unusable(client, "report(Client(cluster))")
     found: Report = client.sync(_report, client)
     return found
 
@@ -186,14 +172,10 @@ async def _report(client: Client) -> Report:
     found = [(w, one) for w, one in answers if workers.get(w)]
     tasks = [task for w, one in found for task in _tasks(one["runs"], w)]
     tasks.sort(key=lambda task: task.start or 0.0)
-    names = {w: one["name"] for w, one in found}
-    rows = [(w, known(DeviceCounts, row)) for w, one in found for row in one["devices"]]
-    devices = [ReportedDevice(**row, worker=w, worker_name=names[w]) for w, row in rows]
-    devices.sort(key=lambda row: (host_of(row.worker), row.device_id))
     transfers = [(w, known(Transfer, row)) for w, one in found for row in one["transfers"]]
     return Report(
         [task for task in tasks if task.uuid is not None],
-        devices,
+        live.device_rows((w, one["name"], one["devices"]) for w, one in found),
         [ReportedRefusal(*(*task[:3], w)) for w, one in found for task in one["refused"]],
         workers,
         silent,
@@ -230,9 +212,8 @@ async def _of_worker(dask_worker: Worker) -> dict[str, Any] | None:
 
 
 def _table(report: Report) -> tuple[Sequence[str], list[list[object]]]:
-    rows = ((row.worker, row.worker_name, row) for row in report.devices)
-    devices = by_device(rows, report.transfers)
-    return ("device", *_BY_DEVICE), cells(list(devices.values()), _BY_DEVICE)
+    devices = live.by_device(report.devices, report.transfers)
+    return ("device", *_BY_DEVICE), live.cells(list(devices.values()), _BY_DEVICE)
 
 
 def _below(report: Report) -> Iterator[str]:
@@ -240,6 +221,11 @@ def _below(report: Report) -> Iterator[str]:
     if report.hosted:
         yield f"tasks without a device: {report.hosted}"
     yield from _moved(report)
+    total = reduce(added, report.devices, DeviceCounts())
+    if total.spills:
+        away, back = nbytes_text(total.spilled_nbytes), nbytes_text(total.unspilled_nbytes)
+        values = counted(total.spills, "value")
+        yield f"spilled: {away} in {values}; restored: {back} in {total.unspills}"
     for worker, reason in report.silent.items():
         yield f"no answer from {worker}: {reason}"
     without = [worker for worker, runs in report.workers.items() if not runs]
@@ -255,8 +241,8 @@ def _below(report: Report) -> Iterator[str]:
         yield f"with the plugin and without devices: {', '.join(bare)}"
     failed = Counter(task.prefix for task in report if task.outcome == "error").most_common(_MOST)
     yield from (f"failed: {n} of {prefix}" for prefix, n in failed)
-    if tries := sum(device.out_of_memory for device in report.devices):
-        yield f"ran out of memory: {counted(tries, 'time')}, retries included"
+    if total.out_of_memory:
+        yield f"ran out of memory: {counted(total.out_of_memory, 'time')}, retries included"
     refused = Counter((task.prefix, task.reason) for task in report.refused).most_common()
     for (prefix, reason), n in refused[:_MOST]:
         yield f"refused: {n} of {prefix}: {reason}"
@@ -275,10 +261,3 @@ def _moved(report: Report) -> Iterator[str]:
         because = f": {reason}" if reason else ""
         values = counted(row.copies, "value")
         yield f"moved by {transport}: {nbytes_text(row.nbytes)} in {values}{rate}{because}"
-    if spills := sum(device.spills for device in report.devices):
-        away, back = (
-            nbytes_text(sum(getattr(device, f"{kind}_nbytes") for device in report.devices))
-            for kind in ("spilled", "unspilled")
-        )
-        restored = sum(device.unspills for device in report.devices)
-        yield f"spilled: {away} in {counted(spills, 'value')}; restored: {back} in {restored}"
