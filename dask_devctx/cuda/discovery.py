@@ -300,6 +300,7 @@ def _cuda_bus_id(value: str) -> str:
 
 
 def _bits(words: Any) -> Iterator[int]:
-    for n in range(len(words or ()) * _WORD_BITS):
-        if int(words[n // _WORD_BITS]) >> n % _WORD_BITS & 1:
-            yield n
+    for place, word in enumerate(words or ()):
+        for bit in range(_WORD_BITS):
+            if int(word) >> bit & 1:
+                yield place * _WORD_BITS + bit

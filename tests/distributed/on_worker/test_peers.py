@@ -21,6 +21,7 @@ from dask_devctx.transfer.libraries import MODULES, Library
 from dask_devctx.worker.peers import transport
 from tests.device_memory import read, write
 from tests.distributed import peers
+from tests.distributed.devices import blocks
 
 Pair = tuple[Client, list[str]]
 ARRIVED = (1.0, True)
@@ -265,25 +266,21 @@ def test_a_workers_only_task_is_told_at_once_and_so_is_its_end(pair: Pair) -> No
             run(hold_back, 0.002)
 
 
-def wait_for(name: str) -> None:
-    Event(name).wait()
-
-
 def states(dask_worker: Worker) -> set[str]:
     return {ts.state for ts in dask_worker.state.tasks.values()}
 
 
 def test_what_waited_is_sent_where_the_end_of_a_task_sends_nothing(pair: Pair) -> None:
     client, workers = pair
-    running = client.submit(wait_for, "go", workers=workers[:1], pure=False)
-    assert peers.until(lambda: "executing" in client.run(states)[workers[0]], 20)
+    running = client.submit(blocks, "running", workers=workers[:1], pure=False)
+    assert Event("running-started", client=client).wait(20)
     client.run(hold_back, 60.0, workers=workers[:1])
     try:
         for _ in range(2):  # the second is held back
             client.run(lambda dask_worker: dask_worker.log_event("told", 1), workers=workers[:1])
         running.cancel()
         assert peers.until(lambda: "cancelled" in client.run(states)[workers[0]], 20)
-        Event("go", client=client).set()
+        Event("go-on", client=client).set()
         assert peers.until(lambda: len(client.get_events("told")) == 2, 20)
     finally:
         client.run(hold_back, 0.002)
