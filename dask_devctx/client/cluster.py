@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from dask.utils import get_named_args
+import dask
+from dask.utils import get_named_args, parse_timedelta
 from distributed import Nanny, Worker
 from distributed.core import Status
 
@@ -119,6 +120,7 @@ class LocalDeviceCluster(WatchedCluster):
         if kwargs.get("memory_limit", "auto") == "auto":
             kwargs["memory_limit"] = layout.memory_limit
         nthreads = threads_per_worker or layout.nthreads
+        self._ahead = nthreads / layout.at_once
         super().__init__(n_workers=layout.n_workers, threads_per_worker=nthreads, **kwargs)
 
     def __repr__(self) -> str:
@@ -142,8 +144,11 @@ class LocalDeviceCluster(WatchedCluster):
         if kwargs.get("maximum", math.inf) < math.inf:
             self._layout.check(kwargs["maximum"])
         if not {"maximum", "maximum_cores"} & kwargs.keys():
-            n_devices = len(self._layout.devices)
-            kwargs["maximum"] = n_devices // (self._layout.share or n_devices)
+            kwargs["maximum"] = len(self._layout.devices) // self._layout.per_worker
+        # dask divides the load by a worker's threads, and its devices run fewer tasks at a time.
+        usual = dask.config.get("distributed.adaptive.target-duration")
+        wanted_s = parse_timedelta(kwargs.get("target_duration") or usual)
+        kwargs["target_duration"] = wanted_s / self._ahead
         return super().adapt(*args, **kwargs)
 
     # -- the hooks of WatchedCluster

@@ -185,6 +185,15 @@ def takes_options(cls: Class) -> Class:
     return cls
 
 
+# By the names of dask-cuda's arguments, or their beginning.
+_INSTEAD: Final = {
+    "CUDA_VISIBLE_DEVICES": "Write devices=[0, 1]",
+    "jit_unspill": "Leave it out: device_memory_limit spills values",
+    "log_spilling": "Leave it out: the report and the page /devices show what is spilled",
+    "enable_": "Leave it out: values go by CUDA IPC, or as protocol says",
+}
+
+
 def refuse_unknown(given: Mapping[str, Any], known: Collection[str], owner: str) -> None:
     """Refuse unknown keyword arguments of a class; the error has the remedy."""
     for name, value in given.items():
@@ -199,9 +208,7 @@ def refuse_unknown(given: Mapping[str, Any], known: Collection[str], owner: str)
         else:
             near = nearest(name, known)
             remedy = f"Did you mean {near}?" if near else f"help({owner}) lists all options"
-            remedy = "Write devices=[0, 1]" if name == "CUDA_VISIBLE_DEVICES" else remedy
-            if name == "jit_unspill" or name.startswith("enable_"):
-                remedy = "Leave it out: values go by CUDA IPC, and device_memory_limit spills them"
+            remedy = _INSTEAD.get("enable_" if name.startswith("enable_") else name, remedy)
         raise TypeError(f"{owner} has no option {name!r}. {remedy}")
 
 

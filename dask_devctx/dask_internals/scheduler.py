@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Hashable, Iterable, Set
+from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any, Self
@@ -94,6 +94,32 @@ def idle_workers_hear_at_once(scheduler: Scheduler) -> AbstractContextManager[No
         send_all(client_msgs, worker_msgs)
 
     return replaced(vars(scheduler), "send_all", send)
+
+
+def moved_to_idle(
+    scheduler: Scheduler, address: str, keys: Sequence[Hashable], slots: Mapping[str, int]
+) -> list[Hashable]:
+    """Send a part of a worker's tasks to idle workers, when it gives them back; return their keys.
+
+    ``slots`` has how many tasks a worker runs at a time, by its address.
+    """
+    workers = scheduler.workers
+    idle = [
+        one
+        for one, n in slots.items()
+        if one in workers and len(workers[one].processing) - len(workers[one].long_running) < n
+    ]
+    moved: list[Hashable] = []
+    for key in keys:
+        if len(moved) >= len(keys) * len(idle) / (len(idle) + 1):
+            break
+        ts = scheduler.tasks.get(key)
+        if ts is None or ts.processing_on is not workers.get(address):
+            continue
+        if not (ts.worker_restrictions or ts.host_restrictions or ts.resource_restrictions):
+            restrict(ts, {idle[len(moved) % len(idle)]}, None, loose=True)
+            moved.append(key)
+    return moved
 
 
 def schedule_again(scheduler: Scheduler, tasks: Iterable[Any]) -> None:

@@ -93,8 +93,8 @@ def executed_by(
         event = None
         try:
             event = await execute(key, stimulus_id=stimulus_id)
-        except asyncio.CancelledError:  # the worker closes: dask logs a line for each of these
-            if not getattr(stand_in, "waits", False):
+        except asyncio.CancelledError:  # it was given back; or the worker closes, and dask logs it
+            if getattr(stand_in, "thread", 0) is not None:
                 raise
             event = RescheduleEvent(key=key, stimulus_id=stimulus_id)
         finally:

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 from dask_devctx.errors import DeviceFailedError
 
 # Raise it whenever the content of a message or of a row of the history changes.
-PROTOCOL: Final = 10
+PROTOCOL: Final = 11
 # The scheduler's plugin, by its name there.
 ROUTING: Final = "devctx-routing"
 # The handlers that workers call on the scheduler.
@@ -22,6 +22,8 @@ REFUSE: Final = "devctx_refuse"
 CLAIM: Final = "devctx_claim"
 # All blocks of a P2P rechunk are kept: the tasks that make its output may run.
 RECHUNK: Final = "devctx_rechunk"
+# A worker's tasks wait long. The answer: those that idle workers get when it gives them back.
+LATE: Final = "devctx_late"
 # A worker's devices failed: the message, and the topic and the action of an event that says the
 # same; see :mod:`dask_devctx.worker.failures.shutdown`.
 FAILED: Final = "devctx_device_failed"

@@ -35,6 +35,7 @@ from dask_devctx.scheduler.messages import (
     ANNOUNCE,
     CLAIM,
     FAILED,
+    LATE,
     PROTOCOL,
     RECHUNK,
     REFUSE,
@@ -119,6 +120,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             REFUSE: self._refused,
             FAILED: lambda address, **row: self._suspects.failed(address, Failure(**row)),
             CLAIM: self._sharing.claim,
+            LATE: self._late,
             RECHUNK: lambda address, **row: lead_outputs(scheduler, **row),
         }
         handlers = {op: update_wrapper(partial(self._answer, op, a), a) for op, a in acts.items()}
@@ -228,6 +230,11 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             self._close_pages()
         if address in self._cluster.workers:
             self._review()
+
+    def _late(self, address: str, keys: Sequence[Hashable]) -> list[Hashable]:
+        """Return those of a worker's late tasks that others run as soon as it gives them back."""
+        slots = {one: len(devices.used) for one, devices in self._cluster.present.items()}
+        return internals.moved_to_idle(self.scheduler, address, keys, slots)
 
     def _refused(self, address: str, kind: str, arguments: Sequence[Any]) -> None:
         """Note why a worker leaves; the error is made here, and nothing is unpickled."""

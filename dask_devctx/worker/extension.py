@@ -37,6 +37,7 @@ from dask_devctx.worker.metrics.record import Record
 from dask_devctx.worker.peers import exchanging
 from dask_devctx.worker.peers.transfers import PeerTransfers
 from dask_devctx.worker.placement.admission import Admission
+from dask_devctx.worker.placement.balance import giving_back
 from dask_devctx.worker.placement.placement import Placement
 from dask_devctx.worker.placement.policy import start_soonest
 from dask_devctx.worker.rechunks import Rechunks
@@ -141,6 +142,7 @@ class DeviceExtension:
             steps.enter_context(short_collections(worker))
             steps.enter_context(executed_by(worker, self.runs.begin, self.runs.end))
             steps.enter_context(told_after(worker, "free-keys", self.runs.freed))
+            steps.enter_context(giving_back(worker, self.admission))
             self._steps = steps.pop_all()
 
     def close(self) -> None:

@@ -108,6 +108,7 @@ class Runs:
             return Refused(ts.run_spec, error)
         run.isolated, run.not_again = isolated, not_again
         if not (theirs or run.is_coro):
+            run.anywhere = wanted is ANY_DEVICE and not isolated and ts.key not in self._actors
             send_next_task_to(self._pools[run.devices[0]], run)
         return run
 

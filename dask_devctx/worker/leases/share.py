@@ -59,9 +59,9 @@ class DeviceShare:
         """Return the devices, once the scheduler and the holders of locks agree, or raise."""
         found, count = self._found(), self._count
         await registration.install_routing(self._worker)
-        if self._shared:
-            return found[:count]
-        others = [device for device in found if device not in self._locks]
+        if self._shared and count is None:
+            return found
+        others = [device for device in found if device not in self._locks and not self._shared]
         held = held_devices(others)
         # A holder without a name has just begun.
         foreign = {d: who for d, who in held.items() if who and not who.endswith(self._of_cluster)}
@@ -110,7 +110,7 @@ class DeviceShare:
         """Lock devices, unless they are released for good; return the holders of the others."""
         held: dict[Device, str] = {}
         for device in devices:
-            if self._is_released or device in self._locks:
+            if self._is_released or self._shared or device in self._locks:
                 continue
             lock = take(device, f"worker {self._worker.name}{self._of_cluster}")
             if lock is None:

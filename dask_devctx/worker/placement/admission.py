@@ -35,6 +35,8 @@ class Claim:
     held = False
     waits = False
     nbytes = 0  # on each device
+    placed_at = 0.0
+    anywhere = False  # whether it could be on any other device as well
     counted = False  # whether the placement counts its task
     # For the choice of the next task's device: the slots of each device, and the seconds of these.
     prefix = ""
@@ -156,6 +158,19 @@ class Admission:
             if claim.waits:
                 self._end_wait(claim, ())
                 self._look(claim)
+
+    def late(self, since: float) -> list[Claim]:
+        """Return claims that wait since before a moment and could be anywhere, the last first."""
+        with self.lock:
+            every = sorted(one for state in self.states.values() for one in state.waiting)
+        claims = (claim for _, _, claim in reversed(every))
+        return [one for one in claims if one.waits and one.anywhere and one.placed_at < since]
+
+    def take_back(self, claim: Claim) -> bool:
+        """Let a claim of one device never begin; return whether it still waited."""
+        with self.lock:
+            waited, claim.waits = claim.waits, False
+            return waited
 
     def release(self, claim: Claim) -> None:
         """Give back what a claim holds; a second call does nothing."""

@@ -1,0 +1,52 @@
+"""Tasks that wait long while other devices are idle: they go back, and run there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from time import perf_counter
+from typing import TYPE_CHECKING, Final
+
+from distributed import Worker
+from tornado.ioloop import PeriodicCallback
+
+from dask_devctx.scheduler.messages import LATE
+from dask_devctx.worker.leases import registration
+
+if TYPE_CHECKING:
+    from dask_devctx.worker.placement.admission import Admission
+
+# dask gives a worker tasks ahead, which wait for those before them. A wait that is shorter than
+# this costs less than the way to another device.
+_LATE_S: Final = 0.5
+# While all are busy, the scheduler is asked ever less often, at least in this interval.
+_SELDOM_S: Final = 8.0
+
+
+@contextmanager
+def giving_back(worker: Worker, admission: Admission) -> Iterator[None]:
+    """While it is open, a worker gives late tasks back for devices that are idle.
+
+    Its own come first; the scheduler knows those of other workers.
+    """
+
+    async def look() -> None:
+        late = {claim.key: claim for claim in admission.late(perf_counter() - _LATE_S)}
+        idle = sum(not one.tasks for one in admission.states.values())
+        keys = [*late][: math.ceil(len(late) * idle / (idle + 1))]  # each gets as many as remain
+        if late and not keys:
+            with suppress(Exception):  # it is asked again
+                keys = await registration.tell(worker, LATE, keys=[*late])
+        slower = min(2 * looking.callback_time, _SELDOM_S * 1000)
+        looking.callback_time = slower if late and not keys else _LATE_S * 1000
+        for key in keys:
+            if admission.take_back(late[key]):
+                late[key].call.future.cancel()  # the task is scheduled again
+
+    looking = PeriodicCallback(look, _LATE_S * 1000)
+    looking.start()
+    try:
+        yield
+    finally:
+        looking.stop()
