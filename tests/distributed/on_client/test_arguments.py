@@ -41,7 +41,8 @@ def test_the_page_shows_every_argument_of_dask_cuda() -> None:
         ({"interface": "nope0"}, ValueError, "interface='nope0' is none of this machine's: .*lo"),
         ({"pre_import": "wave"}, TypeError, r"config.set\({'devctx.pre-import': 'wave'}\)"),
         ({"CUDA_VISIBLE_DEVICES": "0"}, TypeError, r"Write devices=\[0, 1\]"),
-        ({"jit_unspill": True}, TypeError, "no option 'jit_unspill'"),
+        ({"jit_unspill": True}, TypeError, "no option 'jit_unspill'. Leave it out: device_memory"),
+        ({"enable_nvlink": True}, TypeError, "Leave it out: values go by CUDA IPC"),
         ({"death_timeouts": 1}, TypeError, r"Did you mean death_timeout\?"),
         ({"rmm_pool_size": 0.5, "allocator": "cupy-async"}, TypeError, "either allocator or RMM"),
         (

@@ -188,6 +188,7 @@ def test_adapting() -> None:
         cluster: Any = client.cluster
         adaptive = cluster.adapt(interval="20ms")
         assert adaptive.maximum == 2
+        assert adaptive.target_duration == 5 / 8, "a worker has 16 threads for two slots"
         futures = client.map(lambda _: time.sleep(0.05) or here(), range(200), pure=False)
         assert set(client.gather(futures)) == {0, 1, 2, 3}
         assert ordinals(cluster) == [[0, 1], [2, 3]]
@@ -305,8 +306,11 @@ def test_clusters_of_one_process_exclude_each_other() -> None:
         for arguments in (QUIET, {"dashboard_address": ":0"}):
             with pytest.raises(DevicesInUseError, match="worker 0 of inproc"):
                 LocalDeviceCluster(**arguments)
-        with LocalDeviceCluster(shared=True, **QUIET) as cluster:
-            assert ordinals(cluster) == [[0, 1, 2, 3]]
+        for workers, used in [(1, [[0, 1, 2, 3]]), (2, [[0, 1], [2, 3]])]:
+            with LocalDeviceCluster(n_workers=workers, shared=True, **QUIET) as cluster:
+                assert ordinals(cluster) == used
+        with LocalDeviceCluster(n_workers=4, devices_per_worker=1, shared=True, **QUIET) as cluster:
+            assert ordinals(cluster) == [[0], [1], [2], [3]]
 
 
 def test_a_cluster_that_got_the_rest_grows_no_further() -> None:

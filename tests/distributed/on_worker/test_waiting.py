@@ -9,8 +9,9 @@ from typing import Any
 import dask
 import pytest
 from distributed import get_client, rejoin, secede, worker_client
+from distributed.utils_test import poll_for
 
-from tests.distributed.devices import here, with_plugin
+from tests.distributed.devices import here, started, with_plugin
 
 N = 8  # on four devices, of which each runs one task at a time
 Met = tuple[bool, int | None]
@@ -107,3 +108,46 @@ def ask_inside(n: int) -> int | None:
 async def test_tasks_that_wait_for_tasks_of_their_own(client: Any, task: Any) -> None:
     found = await client.gather(client.map(task, range(N), pure=False))
     assert sorted(found) == [n // 2 for n in range(N)]
+
+
+# -- tasks that a worker has ahead, behind one that takes long
+
+
+class Long:
+    """A task that runs until it may end, and its device once it runs."""
+
+    may_end = threading.Event()
+    device: int | None = None
+
+    @classmethod
+    def run(cls) -> bool:
+        cls.device = here()
+        return cls.may_end.wait(40)
+
+
+@pytest.mark.parametrize("n_workers", [1, 4])
+def test_late_tasks_run_on_idle_devices(n_workers: int) -> None:
+    Long.may_end, Long.device = threading.Event(), None
+    with started(n_workers=n_workers) as client:
+        long = client.submit(Long.run)
+        poll_for(lambda: Long.device is not None, timeout=20)
+        with dask.annotate(device=Long.device):
+            named = client.submit(here, pure=False)
+        found = client.gather(client.map(here, range(32), pure=False))
+        assert Long.device not in found
+        assert not long.done()
+        assert not named.done(), "it can run nowhere else"
+        Long.may_end.set()
+        assert long.result()
+        assert named.result() == Long.device
+
+
+def ask_plainly(n: int) -> int | None:
+    client = get_client()
+    return len(client.gather(client.map(here, range(N), pure=False)))
+
+
+@pytest.mark.parametrize("n_workers", [1, 2, 4])
+def test_fewer_tasks_than_slots_may_wait_for_tasks_of_their_own(n_workers: int) -> None:
+    with started(n_workers=n_workers) as client:
+        assert client.gather(client.map(ask_plainly, range(3), pure=False)) == [N] * 3
