@@ -77,8 +77,7 @@ class DeviceExtension:
             self.admission = Admission(used, options.tasks_per_device, self.limits)
             self.placement = Placement(self.admission, options.policy or start_soonest)
             self.history = History(history, used, lambda: worker.scheduler_delay)
-            answers = {HISTORY: self.history.answer}
-            steps.enter_context(answering(worker, answers, to_the_end=True))
+            steps.enter_context(answering(worker, {HISTORY: self.history.answer}, to_the_end=True))
             self.record = Record(self.admission, self.history, self._counts)
             steps.enter_context(metric(worker, METRIC, self.record.metrics))
             self.monitor = Monitor(
@@ -176,11 +175,9 @@ class DeviceExtension:
         nthreads, enough = worker.state.nthreads, LOOK_AHEAD * at_once
         if nthreads < 2 * at_once:
             workers_log.warning(
-                "%s: This worker has nthreads=%s, and its devices run %s at a time: dask does not "
-                "give it enough tasks to keep them busy. Write LocalCluster(threads_per_worker=%s) "
-                "or dask worker --nthreads %s; LocalDeviceCluster and dask devctx worker choose "
-                "the number themselves",
-                *(worker.address, nthreads, counted(at_once, "task"), enough, enough),
+                "%s: With nthreads=%s, dask gives this worker too few tasks to keep its devices "
+                "busy. It needs %s; LocalDeviceCluster and dask devctx worker choose it themselves",
+                *(worker.address, nthreads, enough),
             )
 
     def report(self) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -82,6 +81,8 @@ class Grid:
         """Return how a block of the output is made; None if it is made of none on devices."""
         import numpy as np
 
+        from dask_devctx.transfer.pieces import Pieces
+
         parts = [axis[at] for axis, at in zip(self.run.axes, index, strict=True)]
         where = tuple(slice(part[0][0], part[-1][0] + 1) for part in parts)
         kinds = self.kinds[where]
@@ -98,14 +99,15 @@ class Grid:
             self._axis(n, at, size if self.run.old[n][0] != self.run.old[n][0] else None)
             for n, (at, size) in enumerate(zip(index, known, strict=True))
         ]
-        pieces = pieces_module()
         shape = tuple(int(axis.length.sum()) for axis in axes)
-        found = pieces.Pieces.between(axes, dtype.itemsize)
+        found = Pieces.between(axes, dtype.itemsize)
         owners, blocks = self.owners[where].ravel(), self.blocks[where].ravel()
         return Plan(named(name), dtype, shape, found, owners, blocks)
 
     def _axis(self, axis: int, at: int, known: int | None) -> Axis:
         import numpy as np
+
+        from dask_devctx.transfer.pieces import Axis
 
         if (found := self._axes.get((axis, at, known))) is not None:
             return found
@@ -113,7 +115,7 @@ class Grid:
         sizes = [self.run.old[axis][n] if known is None else known for n, _ in parts]
         cut = [part.indices(size) for size, (_, part) in zip(sizes, parts, strict=True)]
         begins, ends, _ = np.array(cut, np.int64).T
-        made: Axis = pieces_module().Axis(np.array(sizes, np.int64), begins, ends - begins)
+        made = Axis(np.array(sizes, np.int64), begins, ends - begins)
         self._axes[axis, at, known] = made
         return made
 
@@ -134,10 +136,3 @@ def cannot_join(types: Iterable[object]) -> TypeError:
         "dask's P2P rechunk cannot join arrays on devices with arrays of another library or type, "
         f"or in host memory: {', '.join(map(str, types))}"
     )
-
-
-@functools.cache
-def pieces_module() -> Any:
-    from dask_devctx.transfer import pieces  # which needs NumPy, as dask's arrays do
-
-    return pieces

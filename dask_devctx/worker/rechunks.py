@@ -35,7 +35,6 @@ from dask_devctx.worker.rechunk_grid import (
     Plan,
     cannot_join,
     grid_of,
-    pieces_module,
 )
 from dask_devctx.worker.values.value import AWAY, Value
 
@@ -182,12 +181,14 @@ class Rechunks:
         """Return this worker's pieces of blocks of the output as one value; on any thread."""
         import numpy as np
 
+        from dask_devctx.transfer.pieces import Pieces  # which needs NumPy, as dask's arrays do
+
         grid = grid_of(run)
         owner = grid.addresses.index(self._worker.address)
         plans = [plan for index in asked if (plan := grid.plan(index)) is not None]
         mine = [plan.owners == owner for plan in plans]
         parts = list(zip(plans, mine, strict=True))
-        pieces = pieces_module().Pieces.joined([plan.pieces[which] for plan, which in parts])
+        pieces = Pieces.joined([plan.pieces[which] for plan, which in parts])
         blocks = np.concatenate([plan.blocks[which] for plan, which in parts])
         homes = Counter(next(iter(block.value.nbytes), None) for (block,) in blocks)
         device = max(self._devices, key=homes.__getitem__)

@@ -35,12 +35,8 @@ _WAY_OUT = (
 )
 # The longest text of an error that goes to the scheduler.
 _TEXT = 2_000
-
-
 # Sends a message about a worker's devices: `DeviceShare.tell`.
 Tell = Callable[..., Awaitable[None]]
-
-
 # A scheduler that could not be reached is asked again after this time.
 _AGAIN_S: Final = 1.0
 

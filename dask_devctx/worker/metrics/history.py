@@ -27,18 +27,7 @@ _epochs = itertools.count()
 
 
 class Ring:
-    """The latest rows of one kind, numbered from 0; threads may append.
-
-    Examples
-    --------
-    >>> ring = Ring(2)
-    >>> for row in "abc":
-    ...     ring.append((row,))
-    >>> ring.since(0)
-    ([('b',), ('c',)], 3, 1)
-    >>> ring.since(2)
-    ([('c',)], 3, 0)
-    """
+    """The latest rows of one kind, numbered from 0; threads may append."""
 
     def __init__(self, limit: int) -> None:
         self._rows: deque[tuple[Any, ...]] = deque(maxlen=limit)

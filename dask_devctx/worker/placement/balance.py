@@ -32,7 +32,7 @@ def giving_back(worker: Worker, admission: Admission) -> Iterator[None]:
     """
 
     async def look() -> None:
-        late = {claim.key: claim for claim in admission.late(perf_counter() - _LATE_S)}
+        late = {one.key: one for one in admission.late(perf_counter() - _LATE_S)}
         idle = sum(not one.tasks for one in admission.states.values())
         keys = [*late][: math.ceil(len(late) * idle / (idle + 1))]  # each gets as many as remain
         if late and not keys:

@@ -133,7 +133,7 @@ async def test_a_plugin_that_takes_anothers_place_is_set_up_once(
         order = [[3, 1, 0, 2], None, [2, 1]][turn]
         await client.register_plugin(DevicePlugin(devices=order))
         assert of_worker(worker) == (order or [0, 1, 2, 3])
-        assert caplog.text.count("This worker has nthreads=1") == turn + 1  # said at each set-up
+        assert caplog.text.count("With nthreads=1") == turn + 1  # said at each set-up
 
 
 @pytest.mark.parametrize("options", [{}, {"devices_per_worker": 2}])
