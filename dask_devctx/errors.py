@@ -198,7 +198,7 @@ def in_use(
     return DevicesInUseError(
         f"{wants}, and {held_text(holders)}. {others} the cluster that holds devices and is not "
         "needed, such as that of a notebook's earlier cell (cluster.close(), or "
-        "client.shutdown()), or use the same devices: shared=True"
+        "client.shutdown()), or use the same devices: shared=True (--shared)"
     )
 
 

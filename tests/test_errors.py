@@ -77,7 +77,8 @@ CASES = {
     ): "this worker wants 2 devices for itself, and cuda:0 is held by pid 1. Free: cuda:1. For "
     "these, write devices=[1], lower n_workers or devices_per_worker, or leave them out. Or "
     "close the cluster that holds devices and is not needed, such as that of a notebook's "
-    "earlier cell (cluster.close(), or client.shutdown()), or use the same devices: shared=True",
+    "earlier cell (cluster.close(), or client.shutdown()), or use the same devices: shared=True "
+    "(--shared)",
     errors.in_use(
         "this worker", 2, ["cuda:1"], {}
     ): "this worker wants 2 devices for itself and there is 1. Lower devices_per_worker",

@@ -275,7 +275,8 @@ def test_the_next_cluster_gets_the_rest(
             (0, 1, 2, 3),
             r"wants 1 device for itself, and cuda:0 is held by pid .*; cuda:3 is held by pid .*, "
             r"worker 3 of tcp://127.0.0.1:45861. No device is free. Close the cluster .*"
-            r"\(cluster.close\(\), or client.shutdown\(\)\), or use the same devices: shared=True",
+            r"\(cluster.close\(\), or client.shutdown\(\)\), or use the same devices: shared=True "
+            r"\(--shared\)",
         ),
         (
             {"n_workers": 3},
