@@ -115,22 +115,9 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     async def setup(self, worker: Worker) -> None:
         """Run the worker's tasks on its devices from now on; running tasks do not change.
 
-        Raises
-        ------
-        DevctxError, TypeError
-            The worker does not have the devices. A worker that joins leaves again if other workers
-            hold the devices, or if it is one of a ``LocalDeviceCluster``. Any other worker
-            continues without devices: tasks that ask for one fail with the same error, and all
-            other tasks run as before. dask keeps the plugin; a note on the error says how to remove
-            it.
-        DevctxError
-            The worker's dask or distributed lacks a name that this package uses.
-        ValueError
-            The worker has another plugin of this kind, with another name.
-
-        Notes
-        -----
-        If this raises, except in the first case, the worker is unchanged.
+        If this raises, a worker that joins leaves, where others hold its devices or in a
+        ``LocalDeviceCluster``. Where the error is about its devices, any other worker continues
+        without them; else it is unchanged.
         """
         for name, other in worker.plugins.items():
             if isinstance(other, DevicePlugin) and other is not self:

@@ -8,12 +8,13 @@ rows take their place.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from distributed import Scheduler
@@ -35,6 +36,30 @@ _SAMPLES: Final = 600
 _GONE: Final = 100
 # The longest text of an incident.
 _TEXT: Final = 2_000
+
+
+class Ring:
+    """The latest rows of one kind, numbered from 0; threads may append."""
+
+    def __init__(self, limit: int) -> None:
+        self._rows: deque[tuple[Any, ...]] = deque(maxlen=limit)
+        self._total = 0
+        self._lock = threading.Lock()
+
+    def append(self, row: tuple[Any, ...]) -> None:
+        """Add a row; if the ring is full, the first one is dropped."""
+        with self._lock:
+            self._total += 1
+            self._rows.append(row)
+
+    def since(self, number: int, most: int | None = None) -> tuple[list[tuple[Any, ...]], int, int]:
+        """Return the rows from a number on, the number of the next row, and how many are lost."""
+        with self._lock:
+            first = self._total - len(self._rows)
+            begin = min(max(number, first), self._total)
+            end = self._total if most is None else min(begin + most, self._total)
+            rows = list(itertools.islice(self._rows, begin - first, end - first))
+        return rows, end, max(begin - number, 0)
 
 
 class Reading(NamedTuple):
@@ -74,8 +99,7 @@ class DeviceHistory:
         self.workers: dict[str, KnownWorker] = {}  # those of all rows, by address
         self._scheduler = scheduler
         self._addresses = addresses
-        self._rows: deque[tuple[str, TaskRun | Copy | Incident]] = deque(maxlen=_ROWS)
-        self._total = 0
+        self._rows = Ring(_ROWS)
         self.patience_s = 5.0  # the collection goes on so long after the last reading
         self._read_at = 0.0
         self._asking: dict[str, asyncio.Task[None]] = {}
@@ -102,10 +126,8 @@ class DeviceHistory:
 
     def rows(self, since: int = 0) -> Reading:
         """Return the rows since a number that were collected already."""
-        first = self._total - len(self._rows)
-        begin = min(max(since, first), self._total)
-        rows = [row for row in islice(self._rows, begin - first, None) if row[0] in self.workers]
-        return Reading(rows, self._total, max(begin - since, 0))
+        rows, following, lost = self._rows.since(since)
+        return Reading([row for row in rows if row[0] in self.workers], following, lost)
 
     async def collect(self) -> None:
         """Collect the rows of all workers once, now."""
@@ -191,5 +213,4 @@ class DeviceHistory:
                 samples = self.samples[address, row.uuid] = deque(maxlen=_SAMPLES)
             samples.append(row)
         else:
-            self._total += 1
             self._rows.append((address, row))

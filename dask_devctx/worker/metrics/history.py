@@ -8,13 +8,12 @@ rows since a number, and learn how many rows are lost.
 from __future__ import annotations
 
 import itertools
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.scheduler.history import Ring
 from dask_devctx.scheduler.messages import ANSWER_LIMIT
 from dask_devctx.scheduler.rows import KINDS
 
@@ -24,30 +23,6 @@ _SAMPLES: Final = 1200
 CLOCKS_DIFFER_S: Final = 1.0
 # The number of the next epoch in this process.
 _epochs = itertools.count()
-
-
-class Ring:
-    """The latest rows of one kind, numbered from 0; threads may append."""
-
-    def __init__(self, limit: int) -> None:
-        self._rows: deque[tuple[Any, ...]] = deque(maxlen=limit)
-        self._total = 0
-        self._lock = threading.Lock()
-
-    def append(self, row: tuple[Any, ...]) -> None:
-        """Add a row; if the ring is full, the first one is dropped."""
-        with self._lock:
-            self._total += 1
-            self._rows.append(row)
-
-    def since(self, number: int, most: int | None = None) -> tuple[list[tuple[Any, ...]], int, int]:
-        """Return the rows from a number on, the number of the next row, and how many are lost."""
-        with self._lock:
-            first = self._total - len(self._rows)
-            begin = min(max(number, first), self._total)
-            end = self._total if most is None else min(begin + most, self._total)
-            rows = list(itertools.islice(self._rows, begin - first, end - first))
-        return rows, end, max(begin - number, 0)
 
 
 class History:
