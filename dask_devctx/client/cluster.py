@@ -144,7 +144,7 @@ class LocalDeviceCluster(WatchedCluster):
         if kwargs.get("maximum", math.inf) < math.inf:
             self._layout.check(kwargs["maximum"])
         if not {"maximum", "maximum_cores"} & kwargs.keys():
-            kwargs["maximum"] = len(self._layout.devices) // self._layout.per_worker
+            kwargs["maximum"] = len(self._layout.devices) // (self._layout.share or 1)
         # dask divides the load by a worker's threads, and its devices run fewer tasks at a time.
         usual = dask.config.get("distributed.adaptive.target-duration")
         wanted_s = parse_timedelta(kwargs.get("target_duration") or usual)

@@ -26,14 +26,14 @@ class Layout:
     options: Mapping[str, Any]  # those of the workers, with their devices
     devices: tuple[Device, ...]  # that the cluster may use
     n_workers: int  # how many it starts
-    per_worker: int  # how many devices each worker uses
+    share: int  # how many devices each worker has for itself; 0 where more workers share them
     free: tuple[Device, ...]  # those that no others hold now
     held: str  # who holds the others
 
     @property
     def at_once(self) -> int:
         """How many tasks the devices of a worker run at a time."""
-        return max(self.per_worker * self.given.tasks_per_device, 1)
+        return max((self.share or len(self.free)) * self.given.tasks_per_device, 1)
 
     @property
     def nthreads(self) -> int:
@@ -43,11 +43,12 @@ class Layout:
     @property
     def memory_limit(self) -> int:
         """The host memory of a worker, in bytes."""
-        return fair_memory(self.per_worker)
+        together = 1 if self.share else self.n_workers
+        return fair_memory(self.share or len(self.free)) // together
 
     def check(self, n_workers: int) -> None:
         """Refuse more workers than have devices."""
-        share = self.per_worker
+        share = self.share
         if n_workers * share > len(self.devices):
             raise ValueError(
                 f"{counted(n_workers, 'worker')} with {counted(share, 'device')} each would need "
@@ -96,8 +97,9 @@ def lay_out(options: Options, n_workers: int | None, *, processes: bool) -> Layo
     share, divided = options.devices_per_worker or 0, options.devices_per_worker is None
     if divided:
         among = started or default_n_workers(free, options, processes)
-        share = own["devices_per_worker"] = max(len(free) // among, 1)
-    left_over = len(free) - started * share
+        share = max(len(free) // among, 0 if options.shared else 1)
+        own["devices_per_worker"] = share or None
+    left_over = len(free) - started * (share or len(free))
     if started and left_over > 0 and (divided or n_workers is None):
         workers, idle = counted(started, "worker"), counted(left_over, "device")
         logger.warning("%s will use %s each: %s will be idle", workers, share, idle)

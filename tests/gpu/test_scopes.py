@@ -220,8 +220,8 @@ def one_device(name):
     elif name == "jax":
         import jax
 
-        one.set_current()
         assert jax.devices("gpu")[one].local_hardware_id == 1
+        one.set_current()  # JAX leaves its last device current
         found = [device for device in jax.devices("gpu") if device.local_hardware_id == 1]
     else:
         try:
