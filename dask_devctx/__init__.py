@@ -4,7 +4,6 @@
 distributed and touches no driver. The distributed half is imported on first use.
 """
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -110,7 +109,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_DISTRIBUTED_HALF})
-
-
-if hasattr(sys.modules.get("distributed"), "Client"):  # its clients' annotations may be in vain
-    import_module("dask_devctx.graph.calls")

@@ -12,7 +12,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from operator import attrgetter
 from typing import Any, Self
 
@@ -36,7 +35,6 @@ _METHODS = (
     "flatten max mean min nonzero prod ravel repeat reshape round searchsorted squeeze std "
     "sum swapaxes take trace transpose var view "
 )
-
 
 # The remedy where a function of dask.array, such as da.unique or da.percentile, needs host arrays.
 _DASK_ARRAYS = (
@@ -376,10 +374,6 @@ def _on_host(read: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, *args: read(self._readable(), *args)
 
 
-def _number(kind: Callable[[Any], Any], data: _Array) -> Any:
-    return kind(data.item())
-
-
 for _name in _METHODS.split():
     setattr(SimulatedArray, _name, _computed(_name, getattr(np.ndarray, _name)))
 for _name in ["shape", "dtype", "ndim", "size", "itemsize", "nbytes", "strides", "flags"]:
@@ -389,8 +383,8 @@ for _name in ["T", "real", "imag"]:
 for _name in ["item", "tolist", "__index__", "__bool__"]:
     setattr(SimulatedArray, _name, _on_host(getattr(np.ndarray, _name)))
 for _kind in (float, int, complex):
-    setattr(SimulatedArray, f"__{_kind.__name__}__", _on_host(partial(_number, _kind)))
-
+    _read = _on_host(lambda data, kind=_kind: kind(data.item()))
+    setattr(SimulatedArray, f"__{_kind.__name__}__", _read)
 
 _registered = False
 
@@ -402,10 +396,6 @@ def _register_with_dask_array() -> None:
         from dask_devctx.dask_internals.graphs import count_elements_on_device
 
         _registered = count_elements_on_device(SimulatedArray)
-
-
-def _bytes(array: SimulatedArray) -> dict[Device, int]:
-    return {array._device: array._data.nbytes}
 
 
 def _memory_of(array: SimulatedArray) -> Memory | None:
@@ -428,7 +418,7 @@ LIBRARY = Library(
 )
 known(
     SimulatedArray,
-    nbytes=_bytes,
+    nbytes=lambda array: {array._device: array._data.nbytes},
     move=SimulatedArray.copy_to,
     host=SimulatedArray.get,
     memory=_memory_of,

@@ -15,9 +15,7 @@ import cloudpickle
 import dask
 
 from dask_devctx.dask_internals import check
-from dask_devctx.graph import calls, optimize
-
-__all__ = ["Optimizer", "calls", "keep_annotations"]
+from dask_devctx.graph import optimize
 
 _OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "array_optimize": optimize.optimize_array,

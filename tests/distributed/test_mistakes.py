@@ -72,31 +72,3 @@ def test_a_variable_that_hides_all_devices(value: str, monkeypatch: pytest.Monke
         pytest.raises(VisibleDevicesError, match=f"^CUDA_VISIBLE_DEVICES is '{value}': "),
     ):
         LocalDeviceCluster(processes=False, dashboard_address=":0")
-
-
-_NO_PLUGIN = """
-import time, warnings
-import dask
-from distributed import Client
-from dask_devctx import Device
-if __name__ == "__main__":
-    with warnings.catch_warnings(record=True) as told, Client(
-        n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0"
-    ) as client:
-        warnings.simplefilter("always")
-        client.submit(abs, -1).result()
-        assert not told
-        for number in range(3):
-            with dask.annotate(device=1):
-                client.submit(abs, number).result()
-            time.sleep(0.3)
-    print(*(one.message for one in told if "device" in str(one.message)), sep="\\n")
-"""
-
-
-def test_an_annotation_where_there_is_no_plugin(tmp_path: Path) -> None:
-    """Nobody made a plugin, neither here nor in a worker: the tasks run without a device."""
-    done = run_script(tmp_path / "job.py", _NO_PLUGIN)
-    (said,) = done.stdout.splitlines()
-    assert "the annotation 'device', and no worker of this cluster uses devices" in said
-    assert "client.register_plugin(DevicePlugin())" in said
