@@ -144,7 +144,8 @@ class LocalDeviceCluster(WatchedCluster):
         if kwargs.get("maximum", math.inf) < math.inf:
             self._layout.check(kwargs["maximum"])
         if not {"maximum", "maximum_cores"} & kwargs.keys():
-            kwargs["maximum"] = len(self._layout.devices) // (self._layout.share or 1)
+            n_devices = len(self._layout.devices)
+            kwargs["maximum"] = n_devices // (self._layout.share or n_devices)
         # dask divides the load by a worker's threads, and its devices run fewer tasks at a time.
         usual = dask.config.get("distributed.adaptive.target-duration")
         wanted_s = parse_timedelta(kwargs.get("target_duration") or usual)

@@ -26,7 +26,7 @@ class Layout:
     options: Mapping[str, Any]  # those of the workers, with their devices
     devices: tuple[Device, ...]  # that the cluster may use
     n_workers: int  # how many it starts
-    share: int  # how many devices each worker has for itself; 0 where more workers share them
+    share: int  # how many devices each worker has for itself; 0 where it has all of them
     free: tuple[Device, ...]  # those that no others hold now
     held: str  # who holds the others
 
@@ -97,7 +97,9 @@ def lay_out(options: Options, n_workers: int | None, *, processes: bool) -> Layo
     share, divided = options.devices_per_worker or 0, options.devices_per_worker is None
     if divided:
         among = started or default_n_workers(free, options, processes)
-        share = max(len(free) // among, 0 if options.shared else 1)
+        share = max(len(free) // among, 1)
+        if options.shared and not 1 < among <= len(free):
+            share = 0
         own["devices_per_worker"] = share or None
     left_over = len(free) - started * (share or len(free))
     if started and left_over > 0 and (divided or n_workers is None):

@@ -30,7 +30,7 @@ from dask_devctx import (
 from dask_devctx.driver import statuses
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.scheduler.messages import ANNOUNCE, CLAIM, FAILED, HISTORY, RECHUNK, REFUSE
+from dask_devctx.scheduler.messages import ANNOUNCE, CLAIM, FAILED, HISTORY, LATE, RECHUNK, REFUSE
 from tests.conftest import Replacing
 from tests.distributed.devices import here, started
 
@@ -191,7 +191,7 @@ def test_no_port_is_added_and_the_servers_are_only_told_of_devices_and_memory() 
     ):
         *unchanged, scheduler = open_to_others(cluster)
         ports, streams, worker, scheduler_streams = unchanged
-        told = scheduler | {ANNOUNCE, REFUSE, FAILED, CLAIM, RECHUNK}
+        told = scheduler | {ANNOUNCE, REFUSE, FAILED, CLAIM, LATE, RECHUNK}
         client.register_plugin(DevicePlugin())
         assert client.submit(sum, [1, 2]).result() == 3
         added = worker | {"devctx_ipc_close", HISTORY}
