@@ -85,11 +85,12 @@ _BY_OWNER: Final = {
         "_handle_event _transition_generic_error _TRANSITIONS_TABLE"
     ),
     "distributed.scheduler:Scheduler.": (
-        "coerce_address coerce_hostname register_scheduler_plugin register_worker_plugin "
-        "send_all transitions valid_workers"
+        "coerce_address coerce_hostname get_comm_cost register_scheduler_plugin "
+        "register_worker_plugin send_all transitions valid_workers"
     ),
     "distributed.scheduler:TaskState.": (
-        "annotations host_restrictions loose_restrictions worker_restrictions"
+        "annotations host_restrictions loose_restrictions processing_on resource_restrictions "
+        "worker_restrictions"
     ),
     "distributed.deploy.spec:SpecCluster.": (
         "__await__ _close _correct_state_internal _start _update_worker_status"

@@ -103,7 +103,7 @@ def moved_to_idle(
 
     ``slots`` has how many tasks a worker runs at a time, by its address.
     """
-    workers = scheduler.workers
+    workers, busy = scheduler.workers, scheduler.workers.get(address)
     idle = [
         one
         for one, n in slots.items()
@@ -114,10 +114,13 @@ def moved_to_idle(
         if len(moved) >= len(keys) * len(idle) / (len(idle) + 1):
             break
         ts = scheduler.tasks.get(key)
-        if ts is None or ts.processing_on is not workers.get(address):
+        if ts is None or busy is None or ts.processing_on is not busy:
             continue
-        if not (ts.worker_restrictions or ts.host_restrictions or ts.resource_restrictions):
-            restrict(ts, {idle[len(moved) % len(idle)]}, None, loose=True)
+        ws = workers[idle[len(moved) % len(idle)]]
+        # To another machine, its inputs may take longer than it waits here.
+        far = ws.host != busy.host and scheduler.get_comm_cost(ts, ws) > busy.occupancy
+        if not (far or ts.worker_restrictions or ts.host_restrictions or ts.resource_restrictions):
+            restrict(ts, {ws.address}, None, loose=True)
             moved.append(key)
     return moved
 

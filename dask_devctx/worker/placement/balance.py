@@ -41,8 +41,9 @@ def giving_back(worker: Worker, admission: Admission) -> Iterator[None]:
         slower = min(2 * looking.callback_time, _SELDOM_S * 1000)
         looking.callback_time = slower if late and not keys else _LATE_S * 1000
         for key in keys:
-            if admission.take_back(late[key]):
-                late[key].call.future.cancel()  # the task is scheduled again
+            if admission.take_back(claim := late[key]):
+                claim.call.future.cancel()  # the task is scheduled again
+                claim.call = None  # it has the task's inputs
 
     looking = PeriodicCallback(look, _LATE_S * 1000)
     looking.start()

@@ -23,6 +23,7 @@ from dask_devctx import (
     task_devices,
 )
 from dask_devctx.annotations import mistaken
+from dask_devctx.dask_internals.scheduler import moved_to_idle, restrict, restrictions
 from dask_devctx.scheduler import routing
 from dask_devctx.scheduler.messages import ANNOUNCE, PROTOCOL
 from tests.distributed.devices import on_cluster, started, uuid_here, worker_with
@@ -277,3 +278,39 @@ async def test_a_scheduler_that_was_not_reached_is_told_again(
     assert "Tasks that name a device" not in log.getvalue()
     with dask.annotate(device=Device(2).uuid):
         assert await client.submit(uuid_here) == Device(2).uuid
+
+
+# -- late tasks, which a worker gives back for idle workers
+
+
+@pytest.mark.parametrize("far", [False, True])
+@on_cluster(1, 1)
+async def test_late_tasks_move_to_idle_workers(
+    client: Any, scheduler: Scheduler, worker: Worker, far: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A half of them; to another machine only where their inputs arrive before their turn."""
+    may_end = Event("may-end")
+    busy, idle = scheduler.workers.values()
+    for ws, host in ((busy, "a"), (idle, "b" if far else "a")):
+        monkeypatch.setattr(ws, "host", host)
+    keys = [f"late-{n}" for n in range(4)]
+    futures = [
+        client.submit(lambda event: event.wait(20), may_end, key=key, workers=[busy.address])
+        for key in keys
+    ]
+    while len(busy.processing) < len(keys):
+        await asyncio.sleep(0.01)
+    slots = {busy.address: 1, idle.address: 1}
+    assert moved_to_idle(scheduler, busy.address, keys, slots) == [], "their user restricts them"
+    for key in keys:
+        restrict(scheduler.tasks[key], None, None)
+    monkeypatch.setattr(scheduler, "get_comm_cost", lambda ts, ws: busy.occupancy * 2)
+    moved = [] if far else keys[:2]
+    assert moved_to_idle(scheduler, busy.address, keys, slots) == moved
+    assert moved_to_idle(scheduler, idle.address, keys, slots) == [], "it does not have them"
+    assert moved_to_idle(scheduler, busy.address, keys, {busy.address: 1}) == [], "none is idle"
+    for key in keys:
+        wanted = {idle.address} if key in moved else None
+        assert restrictions(scheduler.tasks[key]) == (wanted, None, key in moved)
+    await may_end.set()
+    assert all(await client.gather(futures))
