@@ -43,7 +43,7 @@ class Layout:
     @property
     def memory_limit(self) -> int:
         """The host memory of a worker, in bytes."""
-        together = 1 if self.share else self.n_workers
+        together = 1 if self.share else max(self.n_workers, 1)  # workers that share devices
         return fair_memory(self.share or len(self.free)) // together
 
     def check(self, n_workers: int) -> None:

@@ -307,7 +307,8 @@ def test_clusters_of_one_process_exclude_each_other() -> None:
         for arguments in (QUIET, {"dashboard_address": ":0"}):
             with pytest.raises(DevicesInUseError, match="worker 0 of inproc"):
                 LocalDeviceCluster(**arguments)
-        for workers, used in [(1, [[0, 1, 2, 3]]), (2, [[0, 1], [2, 3]]), (5, [[0, 1, 2, 3]] * 5)]:
+        every = [0, 1, 2, 3]
+        for workers, used in [(0, []), (1, [every]), (2, [[0, 1], [2, 3]]), (5, [every] * 5)]:
             with LocalDeviceCluster(n_workers=workers, shared=True, **QUIET) as cluster:
                 assert ordinals(cluster) == used
         with LocalDeviceCluster(n_workers=4, devices_per_worker=1, shared=True, **QUIET) as cluster:
