@@ -11,7 +11,7 @@ from typing import Any
 
 import dask
 import pytest
-from distributed import Client, Event, LocalCluster, Scheduler, Worker, get_worker, rpc
+from distributed import Client, Event, LocalCluster, Scheduler, Worker, get_worker, rpc, secede
 from distributed.utils_test import async_poll_for, captured_logger, poll_for
 
 from dask_devctx import (
@@ -298,7 +298,9 @@ async def test_late_tasks_move_to_idle_workers(
         client.submit(lambda event: event.wait(20), may_end, key=key, workers=[busy.address])
         for key in keys
     ]
-    while len(busy.processing) < len(keys):
+    # One that seceded takes no slot.
+    seceded = client.submit(lambda e: secede() or e.wait(20), may_end, workers=[idle.address])
+    while len(busy.processing) < len(keys) or not idle.long_running:
         await asyncio.sleep(0.01)
     slots = {busy.address: 1, idle.address: 1}
     assert moved_to_idle(scheduler, busy.address, keys, slots) == [], "their user restricts them"
@@ -313,4 +315,4 @@ async def test_late_tasks_move_to_idle_workers(
         wanted = {idle.address} if key in moved else None
         assert restrictions(scheduler.tasks[key]) == (wanted, None, key in moved)
     await may_end.set()
-    assert all(await client.gather(futures))
+    assert all(await client.gather([*futures, seceded]))
