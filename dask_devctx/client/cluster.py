@@ -16,6 +16,7 @@ from distributed.core import Status
 
 from dask_devctx.client.layout import lay_out
 from dask_devctx.config.options import (
+    LOOK_AHEAD,
     OPTION_NAMES,
     RMM_NAMES,
     fold_rmm,
@@ -120,7 +121,7 @@ class LocalDeviceCluster(WatchedCluster):
         if kwargs.get("memory_limit", "auto") == "auto":
             kwargs["memory_limit"] = layout.memory_limit
         nthreads = threads_per_worker or layout.nthreads
-        self._ahead = nthreads / layout.at_once
+        self._ahead = LOOK_AHEAD * nthreads / layout.nthreads
         super().__init__(n_workers=layout.n_workers, threads_per_worker=nthreads, **kwargs)
 
     def __repr__(self) -> str:

@@ -26,29 +26,29 @@ class Layout:
     options: Mapping[str, Any]  # those of the workers, with their devices
     devices: tuple[Device, ...]  # that the cluster may use
     n_workers: int  # how many it starts
-    share: int  # how many devices each worker has for itself; 0 where it has all of them
+    share: int | None  # how many devices each worker has for itself; None where it has all of them
     free: tuple[Device, ...]  # those that no others hold now
     held: str  # who holds the others
 
     @property
-    def at_once(self) -> int:
-        """How many tasks the devices of a worker run at a time."""
-        return max((self.share or len(self.free)) * self.given.tasks_per_device, 1)
+    def per_worker(self) -> int:
+        """How many devices a worker uses."""
+        return self.share or len(self.free)
 
     @property
     def nthreads(self) -> int:
         """How many tasks dask gives a worker at a time."""
-        return LOOK_AHEAD * self.at_once
+        return LOOK_AHEAD * max(self.per_worker * self.given.tasks_per_device, 1)
 
     @property
     def memory_limit(self) -> int:
         """The host memory of a worker, in bytes."""
         together = 1 if self.share else max(self.n_workers, 1)  # workers that share devices
-        return fair_memory(self.share or len(self.free)) // together
+        return fair_memory(self.per_worker) // together
 
     def check(self, n_workers: int) -> None:
         """Refuse more workers than have devices."""
-        share = self.share
+        share = self.share or 0
         if n_workers * share > len(self.devices):
             raise ValueError(
                 f"{counted(n_workers, 'worker')} with {counted(share, 'device')} each would need "
@@ -94,13 +94,11 @@ def lay_out(options: Options, n_workers: int | None, *, processes: bool) -> Layo
         used = free  # later, too, it uses no others
     if options.devices is not None or used is free:  # a worker may see them in another order
         own["devices"] = tuple(device.uuid for device in used)
-    share, divided = options.devices_per_worker or 0, options.devices_per_worker is None
+    share, divided = options.devices_per_worker, options.devices_per_worker is None
     if divided:
         among = started or default_n_workers(free, options, processes)
-        share = max(len(free) // among, 1)
-        if options.shared and not 1 < among <= len(free):
-            share = 0
-        own["devices_per_worker"] = share or None
+        if not options.shared or 1 < among <= len(free):
+            share = own["devices_per_worker"] = max(len(free) // among, 1)
     left_over = len(free) - started * (share or len(free))
     if started and left_over > 0 and (divided or n_workers is None):
         workers, idle = counted(started, "worker"), counted(left_over, "device")

@@ -185,7 +185,7 @@ def takes_options(cls: Class) -> Class:
     return cls
 
 
-# By the names of dask-cuda's arguments, or their beginning.
+# By the beginning of the names of dask-cuda's arguments.
 _INSTEAD: Final = {
     "CUDA_VISIBLE_DEVICES": "Write devices=[0, 1]",
     "jit_unspill": "Leave it out: device_memory_limit spills values",
@@ -208,7 +208,7 @@ def refuse_unknown(given: Mapping[str, Any], known: Collection[str], owner: str)
         else:
             near = nearest(name, known)
             remedy = f"Did you mean {near}?" if near else f"help({owner}) lists all options"
-            remedy = _INSTEAD.get("enable_" if name.startswith("enable_") else name, remedy)
+            remedy = next((t for start, t in _INSTEAD.items() if name.startswith(start)), remedy)
         raise TypeError(f"{owner} has no option {name!r}. {remedy}")
 
 

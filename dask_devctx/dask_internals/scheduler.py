@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
@@ -96,6 +97,11 @@ def idle_workers_hear_at_once(scheduler: Scheduler) -> AbstractContextManager[No
     return replaced(vars(scheduler), "send_all", send)
 
 
+def part_for_idle(late: int, idle: int) -> int:
+    """Return how many late tasks go to idle ones, so that each of them gets as many as remain."""
+    return math.ceil(late * idle / (idle + 1))
+
+
 def moved_to_idle(
     scheduler: Scheduler, address: str, keys: Sequence[Hashable], slots: Mapping[str, int]
 ) -> list[Hashable]:
@@ -109,9 +115,9 @@ def moved_to_idle(
         for one, n in slots.items()
         if one in workers and len(workers[one].processing) - len(workers[one].long_running) < n
     ]
-    moved: list[Hashable] = []
+    most, moved = part_for_idle(len(keys), len(idle)), list[Hashable]()
     for key in keys:
-        if len(moved) >= len(keys) * len(idle) / (len(idle) + 1):
+        if len(moved) == most:
             break
         ts = scheduler.tasks.get(key)
         if ts is None or busy is None or ts.processing_on is not busy:

@@ -93,7 +93,7 @@ def executed_by(
         event = None
         try:
             event = await execute(key, stimulus_id=stimulus_id)
-        except asyncio.CancelledError:  # it was given back; or the worker closes, and dask logs it
+        except asyncio.CancelledError:  # before it began: it was given back, or the worker closes
             if getattr(stand_in, "thread", 0) is not None:
                 raise
             event = RescheduleEvent(key=key, stimulus_id=stimulus_id)

@@ -28,14 +28,7 @@ from dask_devctx.transfer.location import memory_of
 from dask_devctx.transfer.move import Move
 from dask_devctx.transfer.traffic import TrafficCounts
 from dask_devctx.worker.leases.registration import tell
-from dask_devctx.worker.rechunk_grid import (
-    Block,
-    Coming,
-    Grid,
-    Plan,
-    cannot_join,
-    grid_of,
-)
+from dask_devctx.worker.rechunk_grid import Block, Coming, Grid, Plan, cannot_join, grid_of
 from dask_devctx.worker.values.value import AWAY, Value
 
 if TYPE_CHECKING:

@@ -51,7 +51,7 @@ class DeviceShare:
         before, count = _before.pop(self._worker, ()), self._count
         with suppress(Exception):  # `settle` raises it
             again = [device for device in self._found() if device in before]
-            if not self._shared and len(again) >= (count or 1):
+            if len(again) >= (count or 1):
                 self._take(again[:count])
         return tuple(self._locks)
 
@@ -61,8 +61,8 @@ class DeviceShare:
         await registration.install_routing(self._worker)
         if self._shared and count is None:
             return found
-        others = [device for device in found if device not in self._locks and not self._shared]
-        held = held_devices(others)
+        others = [device for device in found if device not in self._locks]
+        held = {} if self._shared else held_devices(others)
         # A holder without a name has just begun.
         foreign = {d: who for d, who in held.items() if who and not who.endswith(self._of_cluster)}
         free = [device for device in found if device not in foreign]

@@ -162,8 +162,8 @@ class Admission:
     def late(self, since: float) -> list[Claim]:
         """Return claims that wait since before a moment and could be anywhere, the last first."""
         with self.lock:
-            every = sorted(one for state in self.states.values() for one in state.waiting)
-        claims = (claim for _, _, claim in reversed(every))
+            every = [one for state in self.states.values() for one in state.waiting]
+        claims = [claim for _, _, claim in sorted(every, reverse=True)]
         return [one for one in claims if one.waits and one.anywhere and one.placed_at < since]
 
     def take_back(self, claim: Claim) -> bool:

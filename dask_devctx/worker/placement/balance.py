@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from time import perf_counter
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from distributed import Worker
 from tornado.ioloop import PeriodicCallback
 
+from dask_devctx.dask_internals.scheduler import part_for_idle
 from dask_devctx.scheduler.messages import LATE
 from dask_devctx.worker.leases import registration
 
@@ -34,7 +34,7 @@ def giving_back(worker: Worker, admission: Admission) -> Iterator[None]:
     async def look() -> None:
         late = {one.key: one for one in admission.late(perf_counter() - _LATE_S)}
         idle = sum(not one.tasks for one in admission.states.values())
-        keys = [*late][: math.ceil(len(late) * idle / (idle + 1))]  # each gets as many as remain
+        keys = [*late][: part_for_idle(len(late), idle)]
         if late and not keys:
             with suppress(Exception):  # it is asked again
                 keys = await registration.tell(worker, LATE, keys=[*late])

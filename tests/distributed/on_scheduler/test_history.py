@@ -15,7 +15,7 @@ from distributed import Worker
 from distributed.utils_test import async_poll_for
 
 from dask_devctx import Device
-from dask_devctx.scheduler.history import DeviceHistory
+from dask_devctx.scheduler.history import DeviceHistory, Ring
 from dask_devctx.scheduler.messages import ACTION, PROTOCOL, TOPIC, Failure
 from dask_devctx.scheduler.rows import Copy, DeviceCounts, Sample, TaskRun, Transfer, known
 from tests.distributed.devices import fail, nap, with_plugin
@@ -182,3 +182,11 @@ def test_rows_of_other_fields_have_another_protocol() -> None:
     rows = (TaskRun, Copy, DeviceCounts, Transfer)
     fields = " ".join(field.name for row in rows for field in fields_of(row))
     assert (PROTOCOL, crc32(fields.encode())) == (11, 683285964), "one higher, and the new sum"
+
+
+def test_a_ring_tells_how_many_rows_are_lost() -> None:
+    ring = Ring(2)
+    for row in "abc":
+        ring.append((row,))
+    assert ring.since(0) == ([("b",), ("c",)], 3, 1)
+    assert ring.since(2) == ([("c",)], 3, 0)
