@@ -20,7 +20,7 @@ from typing import Any, Final, Self
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver.backends import ProcessLock
 from dask_devctx.driver.relaxed import LEGACY_STREAM, PER_THREAD_STREAM
-from dask_devctx.errors import DevctxError, DriverError
+from dask_devctx.errors import DevctxError
 from dask_devctx.transfer.location import nbytes_by_device
 
 # A capture that lasts longer than this is not waited for: the driver's error says what is wrong.
@@ -76,10 +76,11 @@ def numba_stream(ordinal: int = 0) -> int:
 class Event:
     """A point in the work of one device, whose primary context is current on this thread."""
 
-    __slots__ = ("_calls", "_free", "_handle")
+    __slots__ = ("_calls", "_free", "_handle", "stream")
 
     def __init__(self, device: Device, *, timed: bool = False) -> None:
         self._handle = 0
+        self.stream = 0  # in which it was recorded last
         calls = device._backend.calls
         self._calls = calls.work
         # The context's events end with it. A later one with its handle has another number.
@@ -100,17 +101,20 @@ class Event:
         if stream == LEGACY_STREAM and self._calls.is_capturing(LEGACY_STREAM):
             wait_for_captures()
         self._calls.event_record(self._handle, stream, at_once=at_once)
+        self.stream = stream
         return self
 
     def record_unless_captured(self, stream: int) -> bool:
         """Record the event unless that would spoil or join a capture; return whether it did."""
+        self.stream = stream
         return self._calls.event_record_unless_captured(self._handle, stream)
 
-    def holds_back(self, stream: int) -> None:
-        """Make a stream wait for the event, as :meth:`record` uses a stream."""
+    def holds_back(self, stream: int, *, own: bool = False) -> None:
+        """Make a stream wait, as :meth:`record` uses one; for its ``own`` event it need not."""
         if stream == LEGACY_STREAM and self._calls.is_capturing(LEGACY_STREAM):
             wait_for_captures()
-        self._calls.stream_wait(stream, self._handle)
+        if not own:
+            self._calls.stream_wait(stream, self._handle)
 
     def done(self) -> bool:
         """Return whether the device has reached the event."""
@@ -178,15 +182,17 @@ class Stamp:
 
     def hold_back(self, device: Device, *streams: int) -> None:
         """Make streams of ``device``, or this thread's current ones, wait for the work."""
-        if self._succeeded():  # to ask costs less than a wait
+        if self.done():  # to ask costs less than a wait
             return
         if self._unrecorded:
             self._record_rest(wait=True)
-        events = [event for some in self._events.values() for event in some]
         with device:
             for stream in streams or current_streams(device):
-                for event in events:
-                    event.holds_back(stream)
+                for on, events in self._events.items():
+                    for event in events:
+                        # A stream keeps the order of its work. Others may have had its handle.
+                        own = on is device and stream == event.stream == LEGACY_STREAM
+                        event.holds_back(stream, own=own)
 
     def hold_back_readers(self) -> None:
         """Make this thread's current streams of all these devices wait: for a read, not a move."""
@@ -216,13 +222,6 @@ class Stamp:
         self._events = dict.fromkeys(self._events, ())  # they can be used again
         self._done = True
         return True
-
-    def _succeeded(self) -> bool:
-        """Return whether the work is done; False if it failed: a wait raises the error."""
-        try:
-            return self.done()
-        except DriverError:
-            return False
 
     def __repr__(self) -> str:
         return f"<Stamp of {', '.join(map(str, self._events)) or 'nothing'}>"

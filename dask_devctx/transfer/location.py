@@ -94,8 +94,6 @@ class BytesByDevice(Registry):
     ) -> tuple[dict[Device, int], bool]:
         """Return the same as a call, and whether the search of so many objects was enough."""
         total: dict[Device, int] = {}
-        if walk.is_plain(value):
-            return total, True
         try:
             for leaf in walk.leaves(value, at_most):
                 for device, nbytes in self._count(leaf).items():

@@ -13,7 +13,7 @@ import logging
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, ClassVar, Final
@@ -28,6 +28,8 @@ AT_MOST: Final = 1000
 AT_MOST_ON_LOOP: Final = 100
 # The number of parts whose type to look at, for each object of the bound.
 _TYPES_PER_OBJECT = 20
+# A value of fewer objects is searched without order.
+_FEW: Final = 32
 # The number of parts of one type in one object to look at first.
 _SAMPLE = 16
 
@@ -237,6 +239,31 @@ def _ends(parts: Sequence[Any], at_most: int) -> Sequence[Any]:
     return parts if len(parts) <= at_most else [*parts[: at_most - 2], *parts[-2:]]
 
 
-def leaves(root: Any, at_most: int | None = None) -> Iterator[Any]:
+def leaves(root: Any, at_most: int | None = None) -> Iterable[Any]:
     """Return the leaves in a value, each of them once."""
+    found = few(root, min(at_most or _FEW, _FEW))
+    if found is not None:
+        return found
     return chain.from_iterable(some for value, some in walk(root, at_most) if value is LEAF)
+
+
+def few(root: Any, at_most: int = _FEW) -> list[Any] | None:
+    """Return the leaves in a value, each once; None if it is not one of a few objects. Fast."""
+    todo, found = [root], []
+    seen = {id(root)}  # `todo` keeps the values
+    for value in todo:
+        parts = find(type(value))
+        if parts is LEAF:
+            found.append(value)
+        elif parts is not None:
+            try:
+                several = parts(value)
+            except Exception:  # the walk meets it again, and knows what to do
+                return None
+            if len(todo) + len(several) > at_most:
+                return None
+            for part in several:
+                if find(type(part)) is not None and id(part) not in seen:
+                    seen.add(id(part))
+                    todo.append(part)
+    return found

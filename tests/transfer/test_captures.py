@@ -156,7 +156,7 @@ def test_a_thread_does_not_wait_for_its_own_capture(
     with Device(0):
         machine.driver.cuStreamBeginCapture(stream, RELAXED)
         meanwhile = stamp(x)  # without the captured stream
-        with pytest.raises(DriverError, match="STREAM_CAPTURE_IMPLICIT"):
+        with pytest.raises(DriverError, match="STREAM_CAPTURE_ISOLATION"):
             made.hold_back(Device(0))
         machine.driver.cuStreamEndCapture(stream)
     monkeypatch.undo()

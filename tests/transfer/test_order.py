@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from cuda.bindings.driver import CUresult
 
 from dask_devctx import Device, SimulatedArray, to_device
 from dask_devctx.driver.relaxed import LEGACY_STREAM, PER_THREAD_STREAM
@@ -128,6 +129,20 @@ def test_a_stamp_covers_current_and_blocking_streams(
     covered = {own, waited_for, blocking, LEGACY_STREAM, PER_THREAD_STREAM}
     assert order.before(1) == {str(stream) for stream in covered}
     assert made.devices == (Device(0),)
+
+
+def test_a_stream_does_not_wait_for_its_own_work(
+    machine: SimulatedMachine, order: Order, x: SimulatedArray
+) -> None:
+    """A wait releases the GIL, and other threads take it."""
+    order.give("made", 0)
+    made = stamp(x)
+    machine.faults.inject("cuEventQuery", CUresult.CUDA_ERROR_NOT_READY)
+    waits = machine.faults.calls["cuStreamWaitEvent"]
+    made.hold_back(Device(0))
+    assert machine.faults.calls["cuStreamWaitEvent"] == waits
+    made.hold_back(Device(1))
+    assert machine.faults.calls["cuStreamWaitEvent"] == waits + 1
 
 
 def test_a_stamp_of_streams_covers_nothing_else(order: Order, current: Streams) -> None:

@@ -118,6 +118,15 @@ def test_an_array_is_found_wherever_it_hides(around: Callable[[Any], Any]) -> No
     assert device_of(value) is Device(3)
 
 
+@pytest.mark.parametrize("beside", ["x", range(50)], ids=["few", "many"])
+def test_each_leaf_counts_once_among_few_objects_and_many(beside: Any) -> None:
+    x, y = array(0), array(1)
+    value = {"x": x, "again": [x, (y, x)], "beside": [*beside]}
+    value["itself"] = value
+    assert sorted(map(id, walk.leaves(value))) == sorted([id(x), id(y)])
+    assert (walk.few(value) is None) == (len(beside) > 1)
+
+
 class Wrapped:
     def __init__(self, part: Any) -> None:
         self.part = part

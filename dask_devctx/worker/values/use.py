@@ -98,7 +98,7 @@ class Use:
             self._before = OF_THIS_TASK.get()
             OF_THIS_TASK.set(self._run.known)
             if self._devices and self._store.moves_inputs:
-                if may_hold_arrays(self.task):
+                if walk.few(self.task, _AT_MOST) != []:
                     found = nbytes_by_device.found_in(self.task)[0]
                     if found.keys() - {*self._devices}:  # not changed: it may run elsewhere again
                         self.task = Move(self._devices[0], guard_source=False).run(self.task)
@@ -187,30 +187,6 @@ class Use:
             spill.give_room(one, self.wanted)
 
 
-# -- the arguments that a task is given by value: dask keeps them in the nodes of its graph
-
-
-def may_hold_arrays(task: Any) -> bool:
-    """Return whether a task may hold arrays itself; fast if it holds containers of plain values."""
-    find = walk.find
-    todo = [task]
-    for each in todo:
-        found = find(type(each))
-        if found is walk.LEAF:
-            return True
-        if found is None:
-            continue
-        try:
-            parts = found(each)
-        except Exception:  # the walk meets it again, and knows what to do
-            return True
-        if len(todo) + len(parts) > _AT_MOST:  # large values, and values that hold themselves
-            return True
-        for part in parts:  # faster than a call for a list
-            if find(type(part)) is not None:
-                todo.append(part)
-    return False
-
-
+# A task's arguments that are given by value: dask keeps them in the nodes of its graph.
 for _kind, _parts in NODE_PARTS.items():
     walk.register_parts(_kind, _parts)

@@ -14,9 +14,10 @@ import pytest
 from cuda.bindings.driver import CUresult
 
 from dask_devctx import Device, DevicePlugin
+from dask_devctx.driver.relaxed import PER_THREAD_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.simulated_array import SimulatedArray
-from dask_devctx.transfer import Stamp, hold, nbytes_by_device, release_held, stamp
+from dask_devctx.transfer import Stamp, events, hold, nbytes_by_device, release_held, stamp
 from dask_devctx.transfer.traffic import TrafficCounts
 from dask_devctx.worker.values.accounting import Accounts, allocations, limit_nbytes
 from dask_devctx.worker.values.copies import Copies
@@ -90,7 +91,11 @@ def test_what_is_still_read_outlives_its_being_dropped(
 @pytest.mark.parametrize("done", [False, True])
 @pytest.mark.parametrize("there", ["a copy", "an array", "a list"])
 def test_this_thread_waits_for_what_is_not_done(
-    machine: SimulatedMachine, copies: Copies, there: str, done: bool
+    machine: SimulatedMachine,
+    copies: Copies,
+    there: str,
+    done: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x = value([array()] if there == "a list" else array())
     if there == "a copy":
@@ -98,6 +103,7 @@ def test_this_thread_waits_for_what_is_not_done(
     x.stamp = Stamp.of_devices([Device(0)])
     work_is_pending(machine)[0] = not done
     before = machine.faults.calls["cuStreamWaitEvent"]
+    monkeypatch.setattr(events, "current_streams", lambda device: (PER_THREAD_STREAM,))
     with Device(0), ThreadPoolExecutor(1) as pool:
         pool.submit(get, copies, x, 1 if there == "a copy" else 0).result()
     waited = machine.faults.calls["cuStreamWaitEvent"] - before

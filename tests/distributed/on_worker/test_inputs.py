@@ -26,9 +26,10 @@ from dask_devctx import (
     SimulatedArray,
     device_of,
 )
-from dask_devctx.driver.relaxed import LEGACY_STREAM
+from dask_devctx.driver.relaxed import PER_THREAD_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DevctxError
+from dask_devctx.transfer import events
 from tests.distributed.devices import on_cluster, started, work_is_pending
 
 da = pytest.importorskip("dask.array")
@@ -156,9 +157,11 @@ def make_after_it_seceded() -> SimulatedArray:
 @pytest.mark.parametrize("maker", [make, make_after_it_seceded])
 @pytest.mark.parametrize("reader", ["client", "task without a device"])
 def test_what_is_read_on_other_streams_waits_for_the_work_that_makes_it(
-    reader: str, maker: Callable[[], SimulatedArray], machine: SimulatedMachine
+    reader: str,
+    maker: Callable[[], SimulatedArray],
+    machine: SimulatedMachine,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As if the task had given it to a stream of its own, and that was still at work."""
     waits: list[tuple[int, int]] = []
 
     @one_worker()
@@ -167,6 +170,7 @@ def test_what_is_read_on_other_streams_waits_for_the_work_that_makes_it(
             x = client.submit(maker, pure=False)
             y = client.submit(maker, pure=False)
             await wait([x, y])
+        monkeypatch.setattr(events, "current_streams", lambda device: (PER_THREAD_STREAM,))
 
         async def read(future: Any) -> None:
             if reader == "client":
@@ -187,7 +191,7 @@ def test_what_is_read_on_other_streams_waits_for_the_work_that_makes_it(
         assert waits == []  # the work is done
         machine.faults.inject("cuEventQuery", CUresult.CUDA_ERROR_NOT_READY, times=2)
         await read(y)
-        assert waits[0] == (1, LEGACY_STREAM)
+        assert waits[0] == (1, PER_THREAD_STREAM)
 
     body()
 
