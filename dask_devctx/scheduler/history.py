@@ -156,11 +156,6 @@ class DeviceHistory:
 
     # -- collecting
 
-    @property
-    def collecting(self) -> bool:
-        """Whether workers are asked, because somebody reads it."""
-        return self._looking.is_running()
-
     def _look(self) -> None:
         if time() - self._read_at > self.patience_s:
             self._looking.stop()

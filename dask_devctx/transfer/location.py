@@ -81,8 +81,6 @@ class BytesByDevice(Registry):
         super().__init__("nbytes_by_device", lambda value: {})
 
     def __call__(self, value: object) -> dict[Device, int]:
-        if walk.find(type(value)) is walk.LEAF:
-            return self._count(value)
         total, complete = self.found_in(value)
         if not complete and not total and type(value) not in _told:
             _told.add(type(value))
@@ -96,15 +94,12 @@ class BytesByDevice(Registry):
         total: dict[Device, int] = {}
         try:
             for leaf in walk.leaves(value, at_most):
-                for device, nbytes in self._count(leaf).items():
+                count = self.find(type(leaf))
+                for device, nbytes in count(leaf).items() if count else ():
                     total[device] = total.get(device, 0) + nbytes
         except walk.TooManyError:
             return self.found_in(value, None) if total else (total, False)
         return total, True
-
-    def _count(self, leaf: Any) -> dict[Device, int]:
-        count = self.find(type(leaf))
-        return {} if count is None else count(leaf)
 
     def _look_up(self, kind: type) -> Any:
         # A function that is registered with ``device_of`` is enough.

@@ -14,6 +14,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import Any, ClassVar, Final
@@ -62,7 +63,7 @@ class Known(dict[type, Any]):
 class Registry(Dispatch):  # type: ignore[misc]
     """``dask.utils.Dispatch`` with a default function for types that are not registered."""
 
-    _every: ClassVar[list[Registry]] = []
+    every: ClassVar[list[Registry]] = []
     # A result in one registry may depend on another registry: a new registration clears all caches.
     _caches: ClassVar[list[Known]] = []
     # Returns the function that is registered for a type, or None.
@@ -73,7 +74,7 @@ class Registry(Dispatch):  # type: ignore[misc]
         self.__module__ = "dask_devctx.transfer"  # with its name, where pickle finds it
         self._default = default
         self.find = self.remember(self._look_up).__getitem__
-        self._every.append(self)
+        self.every.append(self)
         self.register(object, default)
 
     @classmethod
@@ -98,11 +99,6 @@ class Registry(Dispatch):  # type: ignore[misc]
         found = self.dispatch(kind)
         return None if found is self._default else found
 
-    @classmethod
-    def any_knows(cls, kind: type) -> bool:
-        """Return whether the type is registered with any registry."""
-        return any(registry.find(kind) is not None for registry in cls._every)
-
 
 # -- the search
 
@@ -118,7 +114,7 @@ def register_parts(kind: type, parts: Parts) -> None:
     _found.clear()
 
 
-_found = Registry.remember(lambda kind: LEAF if Registry.any_knows(kind) else _parts_of(kind))
+_found = Registry.remember(lambda kind: _parts_of(kind))
 # Returns a function for the parts of a type's values, ``LEAF``, or None for plain types.
 find: Final[Callable[[type], Any]] = _found.__getitem__
 
@@ -129,7 +125,9 @@ def is_plain(value: object) -> bool:
     return found is None or (found is _members and not _members(value))
 
 
-def _parts_of(kind: type) -> Parts | None:
+def _parts_of(kind: type) -> Any:
+    if any(registry.find(kind) is not None for registry in Registry.every):
+        return LEAF
     try:
         for each in kind.__mro__:
             if each in _registered:
@@ -251,19 +249,18 @@ def few(root: Any, at_most: int = _FEW) -> list[Any] | None:
     """Return the leaves in a value, each once; None if it is not one of a few objects. Fast."""
     todo, found = [root], []
     seen = {id(root)}  # `todo` keeps the values
-    for value in todo:
-        parts = find(type(value))
-        if parts is LEAF:
-            found.append(value)
-        elif parts is not None:
-            try:
+    with suppress(Exception):  # of a part of it; the walk meets it again, and knows what to do
+        for value in todo:
+            parts = find(type(value))
+            if parts is LEAF:
+                found.append(value)
+            elif parts is not None:
                 several = parts(value)
-            except Exception:  # the walk meets it again, and knows what to do
-                return None
-            if len(todo) + len(several) > at_most:
-                return None
-            for part in several:
-                if find(type(part)) is not None and id(part) not in seen:
-                    seen.add(id(part))
-                    todo.append(part)
-    return found
+                if len(todo) + len(several) > at_most:
+                    return None
+                for part in several:
+                    if find(type(part)) is not None and id(part) not in seen:
+                        seen.add(id(part))
+                        todo.append(part)
+        return found
+    return None
