@@ -350,4 +350,4 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
         if self.limit_nbytes:
             yield f"the limit of values that dask keeps there is {nbytes_text(self.limit_nbytes)}"
         if stayed := [f"{nbytes_text(n)} {why}" for why, n in self.stayed_nbytes.items()]:
-            yield f"not moved to host memory: {', '.join(stayed)}"
+            yield f"not moved to host memory when it failed: {', '.join(stayed)}"

@@ -115,6 +115,8 @@ def test_each_device_at_a_glance() -> None:
     assert "<td>3</td><td><div>2 × &lt;train&gt;</div></td>" in first
     assert second.startswith("cuda:1<")
     assert ">idle<" in second
+    plot.show(batch(there, samples=[("w", Sample(0, "GPU-a-0", None, time=88.0))]))
+    assert ">no news for 12 s<" in plot.root.text
     left = Lanes([("a", 1, "GPU-a-1")], known=[("a", 0, "GPU-a-0")])
     plot.show(batch(left, samples=[("w", idle)]))
     assert left.name("GPU-a-0") == "cuda:0"
