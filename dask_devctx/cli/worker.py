@@ -142,6 +142,8 @@ def _parameters() -> Iterator[click.Parameter]:
 
 
 class _Worker(click.Command):
+    """The command; it says what replaces an option of dask-cuda's."""
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)

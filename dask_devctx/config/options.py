@@ -213,7 +213,7 @@ def refuse_unknown(given: Mapping[str, Any], known: Collection[str], owner: str)
 
 
 def in_place_of(name: str, otherwise: str = "") -> str:
-    """Return what replaces one of dask-cuda's arguments."""
+    """Return what replaces an argument of dask-cuda's, or else ``otherwise``."""
     return next((said for start, said in _INSTEAD.items() if name.startswith(start)), otherwise)
 
 

@@ -76,11 +76,10 @@ def numba_stream(ordinal: int = 0) -> int:
 class Event:
     """A point in the work of one device, whose primary context is current on this thread."""
 
-    __slots__ = ("_calls", "_free", "_handle", "stream")
+    __slots__ = ("_calls", "_free", "_handle", "stream")  # the one it was recorded in last
 
     def __init__(self, device: Device, *, timed: bool = False) -> None:
         self._handle = 0
-        self.stream = 0  # in which it was recorded last
         calls = device._backend.calls
         self._calls = calls.work
         # The context's events end with it. A later one with its handle has another number.

@@ -114,11 +114,6 @@ def register_parts(kind: type, parts: Parts) -> None:
     _found.clear()
 
 
-_found = Registry.remember(lambda kind: _parts_of(kind))
-# Returns a function for the parts of a type's values, ``LEAF``, or None for plain types.
-find: Final[Callable[[type], Any]] = _found.__getitem__
-
-
 def is_plain(value: object) -> bool:
     """Return whether a value holds no arrays; a look at its type, and no search, tells so."""
     found = find(type(value))
@@ -144,6 +139,11 @@ def _parts_of(kind: type) -> Any:
     except Exception:  # a class or metaclass whose attributes cannot be read
         logger.debug("found no way to take a %r apart", kind, exc_info=True)
         return None
+
+
+_found = Registry.remember(_parts_of)
+# Returns a function for the parts of a type's values, ``LEAF``, or None for plain types.
+find: Final[Callable[[type], Any]] = _found.__getitem__
 
 
 def _members(array: Any) -> Any:
@@ -247,8 +247,7 @@ def leaves(root: Any, at_most: int | None = None) -> Iterable[Any]:
 
 def few(root: Any, at_most: int = _FEW) -> list[Any] | None:
     """Return the leaves in a value, each once; None if it is not one of a few objects. Fast."""
-    todo, found = [root], []
-    seen = {id(root)}  # `todo` keeps the values
+    todo, found, seen = [root], [], {id(root)}  # the first keeps the values of the ids
     with suppress(Exception):  # of a part of it; the walk meets it again, and knows what to do
         for value in todo:
             parts = find(type(value))

@@ -98,7 +98,7 @@ class Use:
             self._before = OF_THIS_TASK.get()
             OF_THIS_TASK.set(self._run.known)
             if self._devices and self._store.moves_inputs:
-                if walk.few(self.task, _AT_MOST) != []:
+                if walk.few(self.task, _AT_MOST) != []:  # it may hold arrays itself
                     found = nbytes_by_device.found_in(self.task)[0]
                     if found.keys() - {*self._devices}:  # not changed: it may run elsewhere again
                         self.task = Move(self._devices[0], guard_source=False).run(self.task)

@@ -151,7 +151,7 @@ def test_the_error_has_the_numbers() -> None:
     assert error.stayed_nbytes == {"in use by running tasks": 128 * KIB}
     assert "the limit of values that dask keeps there is 819.2 KiB" in str(error)
     assert "tasks_per_device" not in str(error), "it had the device for itself"
-    assert "not moved to host memory when it failed: 128.0 KiB in use by running tasks" in str(error)
+    assert "to host memory when it failed: 128.0 KiB in use by running tasks" in str(error)
 
 
 def alone(x: SimulatedArray) -> tuple[int, int]:
