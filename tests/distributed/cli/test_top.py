@@ -17,6 +17,7 @@ from distributed.utils_test import poll_for
 
 from dask_devctx import report
 from dask_devctx.cli import devctx
+from dask_devctx.client.live import moment
 from dask_devctx.errors import nbytes_text
 from dask_devctx.simulated_array import SimulatedArray
 from tests.distributed.commands import dask_command
@@ -96,6 +97,14 @@ def test_the_largest_come_first(client: Client) -> None:
 
     poll_for(lambda: order("--sort", "memory")[0] == "cuda:2", timeout=20)
     assert order() == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+
+
+def test_bytes_that_moved_between_workers_are_counted_by_transport(client: Client) -> None:
+    with dask.annotate(device=0):
+        value = client.submit(SimulatedArray, (1 << 20,), "u1")
+    with dask.annotate(device=2):
+        client.submit(type, value).result()
+    poll_for(lambda: [*moment(client).moved.values()] == [1 << 20], timeout=20)
 
 
 def test_it_shows_the_state_live_until_ctrl_c(client: Client) -> None:
