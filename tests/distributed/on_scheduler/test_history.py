@@ -18,6 +18,7 @@ from dask_devctx import Device
 from dask_devctx.scheduler.history import DeviceHistory, Ring
 from dask_devctx.scheduler.messages import ACTION, PROTOCOL, TOPIC, Failure
 from dask_devctx.scheduler.rows import Copy, DeviceCounts, Sample, TaskRun, Transfer, known
+from dask_devctx.worker.metrics.history import History
 from tests.distributed.devices import fail, nap, with_plugin
 
 FIELDS = ("cuda:1", "GPU-1", "CUDA_ERROR_ASSERT", 710, (), False, False, "")
@@ -190,3 +191,14 @@ def test_a_ring_tells_how_many_rows_are_lost() -> None:
         ring.append((row,))
     assert ring.since(0) == ([("b",), ("c",)], 3, 1)
     assert ring.since(2) == ([("c",)], 3, 0)
+
+
+def test_a_copy_has_the_times_of_the_schedulers_clock() -> None:
+    worker = History(10, offset=lambda: 100.0)
+    before = time.time()
+    worker.copied("a", "b", 8, 2.0, "ipc")
+    worker.copied("a", "b", 8, 2.0, "ipc", begun=50.0)
+    (ended, begun), *_ = worker.copies.since(0)
+    assert 98 <= ended[3] - before < 99
+    assert 100 <= ended[4] - before < 101
+    assert begun[3:5] == (150.0, 152.0)
