@@ -17,10 +17,8 @@ from dask_devctx.config.checks import RMM, flag, key_of
 from dask_devctx.config.options import (
     OPTION_NAMES,
     RMM_NAMES,
-    SETTINGS,
     Options,
     fold_rmm,
-    in_place_of,
     require_interface,
     require_packages,
     require_ucx,
@@ -141,20 +139,8 @@ def _parameters() -> Iterator[click.Parameter]:
             yield param
 
 
-class _Worker(click.Command):
-    """The command; it says what replaces an option of dask-cuda's."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            name = error.option_name.strip("-").replace("-", "_")
-            said = f"Set DASK_DEVCTX__{name.upper()}" if name in SETTINGS else in_place_of(name)
-            raise click.UsageError(f"{error.message} {said}", ctx) if said else error from None
-
-
 _ORDER: Final = {name: n for n, name in enumerate(_EVERYDAY)}
-worker = _Worker(
+worker = click.Command(
     "worker",
     callback=_run,
     params=sorted(_parameters(), key=lambda one: _ORDER.get(str(one.name), len(_ORDER))),

@@ -208,13 +208,8 @@ def refuse_unknown(given: Mapping[str, Any], known: Collection[str], owner: str)
         else:
             near = nearest(name, known)
             remedy = f"Did you mean {near}?" if near else f"help({owner}) lists all options"
-            remedy = in_place_of(name, remedy)
+            remedy = next((t for start, t in _INSTEAD.items() if name.startswith(start)), remedy)
         raise TypeError(f"{owner} has no option {name!r}. {remedy}")
-
-
-def in_place_of(name: str, otherwise: str = "") -> str:
-    """Return what replaces an argument of dask-cuda's, or else ``otherwise``."""
-    return next((said for start, said in _INSTEAD.items() if name.startswith(start)), otherwise)
 
 
 # -- the packages that options need

@@ -97,6 +97,23 @@ def idle_workers_hear_at_once(scheduler: Scheduler) -> AbstractContextManager[No
     return replaced(vars(scheduler), "send_all", send)
 
 
+def spreading_by_slots(scheduler: Scheduler, routing: Any) -> AbstractContextManager[None]:
+    """While it is open, dask compares a group's tasks with the threads, without those ``ahead``.
+
+    A group of at most twice as many goes where its common input is, not to all workers.
+    """
+
+    def is_rootish(ts: Any) -> bool:
+        nthreads = scheduler.total_nthreads  # it is in a slot
+        scheduler.total_nthreads -= routing.ahead
+        try:
+            return bool(Scheduler.is_rootish(scheduler, ts))
+        finally:
+            scheduler.total_nthreads = nthreads
+
+    return replaced(vars(scheduler), "is_rootish", is_rootish)
+
+
 def part_for_idle(late: int, idle: int) -> int:
     """Return how many late tasks go to idle ones, so that each of them gets as many as remain."""
     return math.ceil(late * idle / (idle + 1))

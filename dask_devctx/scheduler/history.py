@@ -154,8 +154,6 @@ class DeviceHistory:
         text = str(failure.error)[:_TEXT]
         self._keep(worker, Incident(ACTION, time(), failure.error.uuid, text=text))
 
-    # -- collecting
-
     def _look(self) -> None:
         if time() - self._read_at > self.patience_s:
             self._looking.stop()

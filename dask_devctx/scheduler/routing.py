@@ -89,6 +89,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self.refused: dict[object, Exception] = {}
         self._warned: set[str] = set()
         self._cluster = Cluster()
+        self.ahead = 0  # how many tasks the workers get beside those that their devices run
 
     @property
     def devices(self) -> dict[str, frozenset[str]]:
@@ -126,6 +127,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         handlers = {op: update_wrapper(partial(self._answer, op, a), a) for op, a in acts.items()}
         self._steps.enter_context(answering(scheduler, handlers))
         self._steps.enter_context(internals.idle_workers_hear_at_once(scheduler))
+        self._steps.enter_context(internals.spreading_by_slots(scheduler, self))
         tasks = list(scheduler.tasks.values())
         self._restrict(tasks)
         internals.schedule_again(scheduler, tasks)
@@ -266,6 +268,9 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     def _review(self) -> None:
         """Bring all restrictions up to date, and let dask look again for workers."""
         internals.schedule_again(self.scheduler, self._restricted.review())
+        nthreads = {one: ws.nthreads for one, ws in self.scheduler.workers.items()}
+        present = self._cluster.present.items()
+        self.ahead = sum(nthreads.get(one, 0) - len(it.used) for one, it in present if it.used)
         if self._pages is None and self._cluster.using:
             self._pages = ExitStack()
             self._pages.enter_context(device_pages(self.scheduler))

@@ -55,10 +55,6 @@ class DeviceOf(Registry):
     True
     >>> device_of("host") is None
     True
-    >>> with Device(0):
-    ...     y = SimulatedArray((2, 2))
-    >>> device_of([x, y]) is Device(0)  # as many bytes on each: the lower ordinal
-    True
     """
 
     def __init__(self) -> None:

@@ -6,12 +6,14 @@ Where a release of dask takes a name away, all of the package says so before it 
 from __future__ import annotations
 
 import ast
+import asyncio
 import logging
 import re
 import weakref
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dask
@@ -20,7 +22,7 @@ import pytest
 import dask_devctx
 from dask_devctx import DevctxError, DevicePlugin, DeviceRouting, dask_internals
 from dask_devctx.dask_internals import ON_A_SCHEDULER, ON_A_WORKER
-from dask_devctx.dask_internals.scheduler import idle_workers_hear_at_once
+from dask_devctx.dask_internals.scheduler import idle_workers_hear_at_once, spreading_by_slots
 from dask_devctx.dask_internals.worker import metric
 from tests.distributed.changes import changes_of
 from tests.distributed.devices import on_cluster
@@ -216,3 +218,17 @@ async def test_a_schedulers_messages_are_looked_at_once(client: Any, scheduler: 
         with idle_workers_hear_at_once(scheduler):
             assert scheduler.send_all is first
     assert scheduler.send_all == before != first
+
+
+@on_cluster(1)
+async def test_a_group_is_compared_with_the_slots(client: Any, scheduler: Any) -> None:
+    nthreads, before = scheduler.total_nthreads, scheduler.is_rootish
+    futures = client.map(int, range(2 * nthreads), workers=["nobody"], pure=False)
+    while len(scheduler.tasks) < 2 * nthreads:
+        await asyncio.sleep(0.01)
+    ts = scheduler.tasks[futures[0].key]
+    ts.worker_restrictions = ts.host_restrictions = None
+    assert not scheduler.is_rootish(ts)
+    with spreading_by_slots(scheduler, SimpleNamespace(ahead=1)):
+        assert scheduler.is_rootish(ts)
+    assert (scheduler.total_nthreads, scheduler.is_rootish) == (nthreads, before)

@@ -125,6 +125,7 @@ def test_each_leaf_counts_once_among_few_objects_and_many(beside: Any) -> None:
     value["itself"] = value
     assert sorted(map(id, walk.leaves(value))) == sorted([id(x), id(y)])
     assert (walk.few(value) is None) == (len(beside) > 1)
+    assert device_of(value) is Device(0)  # as many bytes on each: the lower ordinal
 
 
 class Wrapped:

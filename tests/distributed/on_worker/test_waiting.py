@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from typing import Any
 
 import dask
@@ -11,6 +12,7 @@ import pytest
 from distributed import get_client, rejoin, secede, worker_client
 from distributed.utils_test import poll_for
 
+from dask_devctx import SimulatedArray
 from tests.distributed.devices import here, started, with_plugin
 
 N = 8  # on four devices, of which each runs one task at a time
@@ -140,6 +142,15 @@ def test_late_tasks_run_on_idle_devices(n_workers: int) -> None:
         Long.may_end.set()
         assert long.result()
         assert named.result() == Long.device
+
+
+def test_a_group_with_one_input_goes_to_all_workers() -> None:
+    with started(n_workers=4) as client:
+        value = client.submit(SimulatedArray, (8,))
+        names = client.map(lambda n, value: here(), range(24), value=value, pure=False)
+        counts = Counter(client.gather(names))
+    assert sorted(counts) == [0, 1, 2, 3]
+    assert max(counts.values()) <= 10
 
 
 def ask_plainly(n: int) -> int | None:
