@@ -268,9 +268,11 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     def _review(self) -> None:
         """Bring all restrictions up to date, and let dask look again for workers."""
         internals.schedule_again(self.scheduler, self._restricted.review())
-        nthreads = {one: ws.nthreads for one, ws in self.scheduler.workers.items()}
-        present = self._cluster.present.items()
-        self.ahead = sum(nthreads.get(one, 0) - len(it.used) for one, it in present if it.used)
+        slots = {one: len(devices.used) for one, devices in self._cluster.present.items()}
+        nthreads = {
+            one: ws.nthreads for one, ws in self.scheduler.workers.items() if slots.get(one)
+        }
+        self.ahead = sum(max(n - slots[one], 0) for one, n in nthreads.items())
         if self._pages is None and self._cluster.using:
             self._pages = ExitStack()
             self._pages.enter_context(device_pages(self.scheduler))
