@@ -185,13 +185,13 @@ class Stamp:
             return
         if self._unrecorded:
             self._record_rest(wait=True)
+        events = [(event, on is device) for on, some in self._events.items() for event in some]
         with device:
             for stream in streams or current_streams(device):
-                for on, events in self._events.items():
-                    for event in events:
-                        # A stream keeps the order of its work. Others may have had its handle.
-                        own = on is device and stream == event.stream == LEGACY_STREAM
-                        event.holds_back(stream, own=own)
+                for event, here in events:
+                    # A stream keeps the order of its work. Others may have had its handle.
+                    own = here and stream == event.stream == LEGACY_STREAM
+                    event.holds_back(stream, own=own)
 
     def hold_back_readers(self) -> None:
         """Make this thread's current streams of all these devices wait: for a read, not a move."""

@@ -239,7 +239,7 @@ def _ends(parts: Sequence[Any], at_most: int) -> Sequence[Any]:
 
 def leaves(root: Any, at_most: int | None = None) -> Iterable[Any]:
     """Return the leaves in a value, each of them once."""
-    found = few(root, min(at_most or _FEW, _FEW))
+    found = few(root)
     if found is not None:
         return found
     return chain.from_iterable(some for value, some in walk(root, at_most) if value is LEAF)
