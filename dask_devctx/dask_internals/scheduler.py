@@ -97,7 +97,13 @@ def idle_workers_hear_at_once(scheduler: Scheduler) -> AbstractContextManager[No
     return replaced(vars(scheduler), "send_all", send)
 
 
-def spreading_by_slots(scheduler: Scheduler, routing: Any) -> AbstractContextManager[None]:
+def threads_beyond(scheduler: Scheduler, slots: Mapping[str, int]) -> int:
+    """Return how many threads workers have beyond their slots, by address."""
+    workers = ((scheduler.workers.get(one), n) for one, n in slots.items())
+    return sum(max(ws.nthreads - n, 0) for ws, n in workers if ws is not None)
+
+
+def spreading_by_slots(scheduler: Scheduler, cluster: Any) -> AbstractContextManager[None]:
     """While it is open, dask compares a group's tasks with the threads, without those ``ahead``.
 
     A group of at most twice as many goes where its common input is, not to all workers.
@@ -105,7 +111,7 @@ def spreading_by_slots(scheduler: Scheduler, routing: Any) -> AbstractContextMan
 
     def is_rootish(ts: Any) -> bool:
         nthreads = scheduler.total_nthreads  # it is in a slot
-        scheduler.total_nthreads -= routing.ahead
+        scheduler.total_nthreads -= cluster.ahead
         try:
             return bool(Scheduler.is_rootish(scheduler, ts))
         finally:

@@ -87,6 +87,7 @@ class Cluster:
     left: dict[str, tuple[WorkerDevices, float]] = field(default_factory=dict)
     # The workers that have not announced their devices yet, with the time of joining.
     unheard: dict[str, float] = field(default_factory=dict)
+    ahead: int = 0  # how many tasks the workers get beside those that their devices run
     _early: dict[str, WorkerDevices] = field(default_factory=dict)
 
     def join(self, address: str, now: float) -> None:
@@ -121,9 +122,9 @@ class Cluster:
         self.present.pop(address, None)
 
     @property
-    def using(self) -> set[str]:
-        """The workers that use any devices."""
-        return {address for address, devices in self.present.items() if devices.used}
+    def slots(self) -> dict[str, int]:
+        """How many devices each worker uses, of those that use any."""
+        return {one: len(devices.used) for one, devices in self.present.items() if devices.used}
 
     def having(self, wanted: Wanted) -> set[str]:
         """Return the workers that have the devices."""

@@ -116,7 +116,7 @@ class Restrictions:
             if may_wait and cluster.may_come(wanted):
                 return _NOBODY, None, False
             # A worker that has devices gives the best error about one that is not there.
-            targets = cluster.using or cluster.present.keys()
+            targets = cluster.slots.keys() or cluster.present.keys()
         if targets and len(targets) < len(cluster.workers):
             if not workers and not hosts:
                 return targets, None, False

@@ -89,7 +89,6 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self.refused: dict[object, Exception] = {}
         self._warned: set[str] = set()
         self._cluster = Cluster()
-        self.ahead = 0  # how many tasks the workers get beside those that their devices run
 
     @property
     def devices(self) -> dict[str, frozenset[str]]:
@@ -110,7 +109,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         )
         self._steps = ExitStack()
         self._pages: ExitStack | None = None  # while any worker uses devices
-        self.history = DeviceHistory(scheduler, lambda: self._cluster.using)
+        self.history = DeviceHistory(scheduler, lambda: self._cluster.slots)
         self._steps.callback(self.history.close)
         for address in scheduler.workers:
             self._cluster.join(address, time())
@@ -127,7 +126,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         handlers = {op: update_wrapper(partial(self._answer, op, a), a) for op, a in acts.items()}
         self._steps.enter_context(answering(scheduler, handlers))
         self._steps.enter_context(internals.idle_workers_hear_at_once(scheduler))
-        self._steps.enter_context(internals.spreading_by_slots(scheduler, self))
+        self._steps.enter_context(internals.spreading_by_slots(scheduler, self._cluster))
         tasks = list(scheduler.tasks.values())
         self._restrict(tasks)
         internals.schedule_again(scheduler, tasks)
@@ -187,7 +186,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         if worker in self._cluster.left:
             self._look_again_later()
         self.history.left(worker)
-        internals.schedule_again(scheduler, self._restricted.review())
+        self._review()
 
     def log_event(self, topic: str, msg: Any) -> None:
         if topic == TOPIC and isinstance(msg, Mapping) and _IS_FAILURE.items() <= msg.items():
@@ -228,15 +227,14 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             self._sharing.heard(address)
         else:
             self._sharing.left(address, may_return=False)
-        if not self._cluster.using:
+        if not self._cluster.slots:
             self._close_pages()
         if address in self._cluster.workers:
             self._review()
 
     def _late(self, address: str, keys: Sequence[Hashable]) -> list[Hashable]:
         """Return those of a worker's late tasks that others run as soon as it gives them back."""
-        slots = {one: len(devices.used) for one, devices in self._cluster.present.items()}
-        return internals.moved_to_idle(self.scheduler, address, keys, slots)
+        return internals.moved_to_idle(self.scheduler, address, keys, self._cluster.slots)
 
     def _refused(self, address: str, kind: str, arguments: Sequence[Any]) -> None:
         """Note why a worker leaves; the error is made here, and nothing is unpickled."""
@@ -268,12 +266,8 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     def _review(self) -> None:
         """Bring all restrictions up to date, and let dask look again for workers."""
         internals.schedule_again(self.scheduler, self._restricted.review())
-        slots = {one: len(devices.used) for one, devices in self._cluster.present.items()}
-        nthreads = {
-            one: ws.nthreads for one, ws in self.scheduler.workers.items() if slots.get(one)
-        }
-        self.ahead = sum(max(n - slots[one], 0) for one, n in nthreads.items())
-        if self._pages is None and self._cluster.using:
+        self._cluster.ahead = internals.threads_beyond(self.scheduler, self._cluster.slots)
+        if self._pages is None and self._cluster.slots:
             self._pages = ExitStack()
             self._pages.enter_context(device_pages(self.scheduler))
 

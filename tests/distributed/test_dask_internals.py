@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
+from time import sleep
 from types import SimpleNamespace
 from typing import Any
 
@@ -232,3 +233,14 @@ async def test_a_group_is_compared_with_the_slots(client: Any, scheduler: Any) -
     with spreading_by_slots(scheduler, SimpleNamespace(ahead=1)):
         assert scheduler.is_rootish(ts)
     assert (scheduler.total_nthreads, scheduler.is_rootish) == (nthreads, before)
+
+
+@on_cluster(8, 8, plugin={"devices_per_worker": 1})
+async def test_the_slots_are_those_of_the_workers_that_are_there(
+    client: Any, scheduler: Any, a: Any, b: Any
+) -> None:
+    await b.close()
+    futures = client.map(sleep, [0.5] * 2, pure=False)
+    while len(scheduler.tasks) < 2:
+        await asyncio.sleep(0.01)
+    assert not scheduler.is_rootish(scheduler.tasks[futures[0].key])
