@@ -15,7 +15,7 @@ from benchmarks import clusters
 def noops(n_devices: int) -> Iterator[Noops]:
     from distributed import Client, LocalCluster
 
-    from dask_devctx.config.options import LOOK_AHEAD
+    from dask_devctx.dask_internals.scheduler import LOOK_AHEAD
 
     with (
         LocalCluster(

@@ -16,7 +16,6 @@ from distributed.core import Status
 
 from dask_devctx.client.layout import lay_out
 from dask_devctx.config.options import (
-    LOOK_AHEAD,
     OPTION_NAMES,
     RMM_NAMES,
     fold_rmm,
@@ -27,7 +26,7 @@ from dask_devctx.config.options import (
     takes_options,
 )
 from dask_devctx.cuda.device import devices
-from dask_devctx.dask_internals.scheduler import WatchedCluster, add_plugin, add_worker_plugin
+from dask_devctx.dask_internals import scheduler as internals
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.routing import DeviceRouting
 
@@ -35,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 @takes_options
-class LocalDeviceCluster(WatchedCluster):
+class LocalDeviceCluster(internals.WatchedCluster):
     """A ``LocalCluster`` with :class:`~dask_devctx.DevicePlugin` and defaults that suit GPUs.
 
     Parameters
@@ -121,7 +120,7 @@ class LocalDeviceCluster(WatchedCluster):
         if kwargs.get("memory_limit", "auto") == "auto":
             kwargs["memory_limit"] = layout.memory_limit
         nthreads = threads_per_worker or layout.nthreads
-        self._ahead = LOOK_AHEAD * nthreads / layout.nthreads
+        self._ahead = internals.LOOK_AHEAD * nthreads / layout.nthreads
         super().__init__(n_workers=layout.n_workers, threads_per_worker=nthreads, **kwargs)
 
     def __repr__(self) -> str:
@@ -153,11 +152,11 @@ class LocalDeviceCluster(WatchedCluster):
         kwargs["target_duration"] = wanted_s / self._ahead
         return super().adapt(*args, **kwargs)
 
-    # -- the hooks of WatchedCluster
+    # -- the hooks of internals.WatchedCluster
 
     async def _scheduler_runs(self) -> None:
-        await add_plugin(self.scheduler, self._routing)
-        await add_worker_plugin(self.scheduler, self._plugin)
+        await internals.add_plugin(self.scheduler, self._routing)
+        await internals.add_worker_plugin(self.scheduler, self._plugin)
 
     @contextmanager
     def _scaling(self) -> Iterator[None]:

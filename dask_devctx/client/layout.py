@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dask_devctx import driver
-from dask_devctx.config.options import LOOK_AHEAD, Options, fair_memory
+from dask_devctx.config.options import Options, fair_memory
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device, devices, named_devices
+from dask_devctx.dask_internals.scheduler import LOOK_AHEAD
 from dask_devctx.errors import VisibleDevicesError, counted, held_text, in_use
 from dask_devctx.plugin import held_devices
 

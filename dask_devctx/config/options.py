@@ -38,11 +38,6 @@ from dask_devctx.config.checks import (
 from dask_devctx.cuda import discovery
 from dask_devctx.errors import nearest
 
-# A device's tasks run on the device's own threads. So a worker's `nthreads` only limits how many
-# tasks dask sends it ahead. If it is small, threads wait for the scheduler; if it is large, results
-# pile up before they are used.
-LOOK_AHEAD: Final = 8
-
 
 def fair_memory(n_devices: int) -> int:
     """Return the bytes of host memory for workers that use so many of the machine's devices."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from operator import attrgetter
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from distributed import LocalCluster, Scheduler, SchedulerPlugin, WorkerPlugin
 from distributed.core import Status
@@ -16,6 +16,13 @@ from distributed.metrics import time
 from distributed.protocol.pickle import dumps
 
 from dask_devctx.dask_internals.worker import replaced
+
+# A device's tasks run on the device's own threads. So a worker's `nthreads` only limits how many
+# tasks dask sends it ahead. If it is small, threads wait for the scheduler; if it is large, results
+# pile up before they are used.
+LOOK_AHEAD: Final = 8
+# More than the next one only bridge the way to the scheduler and back, which takes about so long.
+_AHEAD_S: Final = 0.02
 
 
 async def add_plugin(scheduler: Scheduler, plugin: SchedulerPlugin) -> None:
@@ -103,10 +110,12 @@ def threads_beyond(scheduler: Scheduler, slots: Mapping[str, int]) -> int:
     return sum(max(ws.nthreads - n, 0) for ws, n in workers if ws is not None)
 
 
-def spreading_by_slots(scheduler: Scheduler, cluster: Any) -> AbstractContextManager[None]:
-    """While it is open, dask compares a group's tasks with the threads, without those ``ahead``.
+@contextmanager
+def counting_slots(scheduler: Scheduler, cluster: Any) -> Iterator[None]:
+    """While it is open, dask compares tasks with the slots, where it would with the threads.
 
-    A group of at most twice as many goes where its common input is, not to all workers.
+    A group of at most twice as many goes where its common input is. Of tasks that take long, a slot
+    has one ahead; the others stay queued for the device that is free first.
     """
 
     def is_rootish(ts: Any) -> bool:
@@ -117,7 +126,23 @@ def spreading_by_slots(scheduler: Scheduler, cluster: Any) -> AbstractContextMan
         finally:
             scheduler.total_nthreads = nthreads
 
-    return replaced(vars(scheduler), "is_rootish", is_rootish)
+    def check_idle_saturated(ws: Any, occ: float = -1.0) -> None:
+        Scheduler.check_idle_saturated(scheduler, ws, occ := ws.occupancy if occ < 0 else occ)
+        devices, slots = cluster.present.get(ws.address), max(ws.nthreads / LOOK_AHEAD, 1)
+        is_full = len(ws.processing) - len(ws.long_running) >= 2 * slots and occ > _AHEAD_S * slots
+        if is_full and devices is not None and len(devices.used) == 1:  # tasks may name one of many
+            scheduler.idle_task_count.discard(ws)
+
+    def stimulus_queue_slots_maybe_opened(*, stimulus_id: str) -> None:
+        for _ in range(len(scheduler.queued)):
+            if not scheduler.queued or not scheduler.idle_task_count:
+                break
+            scheduler.transitions({scheduler.queued.peek().key: "processing"}, stimulus_id)
+
+    with ExitStack() as stack:
+        for call in (is_rootish, check_idle_saturated, stimulus_queue_slots_maybe_opened):
+            stack.enter_context(replaced(vars(scheduler), call.__name__, call))
+        yield
 
 
 def part_for_idle(late: int, idle: int) -> int:
@@ -126,16 +151,13 @@ def part_for_idle(late: int, idle: int) -> int:
 
 
 def moved_to_idle(
-    scheduler: Scheduler, address: str, keys: Sequence[Hashable], slots: Mapping[str, int]
+    scheduler: Scheduler, cluster: Any, address: str, keys: Sequence[Hashable]
 ) -> list[Hashable]:
-    """Send a part of a worker's tasks to idle workers, when it gives them back; return their keys.
-
-    ``slots`` has how many tasks a worker runs at a time, by its address.
-    """
+    """Send a part of a worker's tasks to idle workers, once it gives them back; return the keys."""
     workers, busy = scheduler.workers, scheduler.workers.get(address)
     idle = [
         one
-        for one, n in slots.items()
+        for one, n in cluster.slots.items()
         if one in workers and len(workers[one].processing) - len(workers[one].long_running) < n
     ]
     most, moved = part_for_idle(len(keys), len(idle)), list[Hashable]()

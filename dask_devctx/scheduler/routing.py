@@ -120,13 +120,13 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             REFUSE: self._refused,
             FAILED: lambda address, **row: self._suspects.failed(address, Failure(**row)),
             CLAIM: self._sharing.claim,
-            LATE: self._late,
+            LATE: lambda a, keys: internals.moved_to_idle(scheduler, self._cluster, a, keys),
             RECHUNK: lambda address, **row: lead_outputs(scheduler, **row),
         }
         handlers = {op: update_wrapper(partial(self._answer, op, a), a) for op, a in acts.items()}
         self._steps.enter_context(answering(scheduler, handlers))
         self._steps.enter_context(internals.idle_workers_hear_at_once(scheduler))
-        self._steps.enter_context(internals.spreading_by_slots(scheduler, self._cluster))
+        self._steps.enter_context(internals.counting_slots(scheduler, self._cluster))
         tasks = list(scheduler.tasks.values())
         self._restrict(tasks)
         internals.schedule_again(scheduler, tasks)
@@ -180,7 +180,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self._review()
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        self._suspects.worker_left(worker)
+        self._suspects.failed_workers.pop(worker, None)  # another one may have its address later
         self._sharing.left(worker, may_return=True)
         self._cluster.leave(worker, time())
         if worker in self._cluster.left:
@@ -231,10 +231,6 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             self._close_pages()
         if address in self._cluster.workers:
             self._review()
-
-    def _late(self, address: str, keys: Sequence[Hashable]) -> list[Hashable]:
-        """Return those of a worker's late tasks that others run as soon as it gives them back."""
-        return internals.moved_to_idle(self.scheduler, address, keys, self._cluster.slots)
 
     def _refused(self, address: str, kind: str, arguments: Sequence[Any]) -> None:
         """Note why a worker leaves; the error is made here, and nothing is unpickled."""

@@ -83,10 +83,6 @@ class SuspectTasks:
             or "No task was there",
         )
 
-    def worker_left(self, worker: str) -> None:
-        """Forget a worker; another one may have its address later."""
-        self.failed_workers.pop(worker, None)
-
     def moved(self, key: Hashable, finish: str, worker: str | None = None) -> None:
         """Let a task that was refused run if a client asks for it again.
 

@@ -33,16 +33,12 @@ wait for the work that makes the value. ``to_device(value, "cpu")`` calls it.
 """
 
 
-def _cannot_be_copied(kind: str, device: object) -> TypeError:
-    return TypeError(
-        f"a {kind} lives on {device}, and nothing is known that copies one to the host. For a type "
-        "of your own, register a function that takes one and returns the copy, beside its function "
-        f"for to_device: from dask_devctx.transfer import to_host; to_host.register({kind}). For a "
-        "library's array, call the library's own: CuPy's .get(), torch's .cpu(), Numba's "
-        ".copy_to_host(), jax.device_get"
-    )
-
-
+_NO_COPY = (
+    "a {0} lives on {1}, and nothing is known that copies one to the host. For a type of your own, "
+    "register a function that takes one and returns the copy, beside its function for to_device: "
+    "from dask_devctx.transfer import to_host; to_host.register({0}). For a library's array, call "
+    "the library's own: CuPy's .get(), torch's .cpu(), Numba's .copy_to_host(), jax.device_get"
+)
 # The number of holds that each move checks: more than it makes, so that none stays for long.
 _LOOK_AT_MOST = 8
 
@@ -115,7 +111,7 @@ class Move:
             kind = type(value)
             function: Any = to_device.find(kind) or _stay
             if self.device is None and (function := to_host.find(kind)) is None:
-                raise _cannot_be_copied(kind.__qualname__, next(iter(places)))
+                raise TypeError(_NO_COPY.format(kind.__qualname__, next(iter(places))))
             for source in places:
                 self.order(source)
             if self.device is None:

@@ -8,11 +8,12 @@ from typing import Any
 
 from distributed import Worker
 
-from dask_devctx.config.options import LOOK_AHEAD, Options, remembered_tasks
+from dask_devctx.config.options import Options, remembered_tasks
 from dask_devctx.cuda.device import Device, devices
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.dask_internals import check_worker
 from dask_devctx.dask_internals.connections import answering, unpickled_later
+from dask_devctx.dask_internals.scheduler import LOOK_AHEAD
 from dask_devctx.dask_internals.shuffles import rechunking
 from dask_devctx.dask_internals.tasks import executed_by
 from dask_devctx.dask_internals.worker import (

@@ -23,7 +23,7 @@ import pytest
 import dask_devctx
 from dask_devctx import DevctxError, DevicePlugin, DeviceRouting, dask_internals
 from dask_devctx.dask_internals import ON_A_SCHEDULER, ON_A_WORKER
-from dask_devctx.dask_internals.scheduler import idle_workers_hear_at_once, spreading_by_slots
+from dask_devctx.dask_internals.scheduler import counting_slots, idle_workers_hear_at_once
 from dask_devctx.dask_internals.worker import metric
 from tests.distributed.changes import changes_of
 from tests.distributed.devices import on_cluster
@@ -230,9 +230,22 @@ async def test_a_group_is_compared_with_the_slots(client: Any, scheduler: Any) -
     ts = scheduler.tasks[futures[0].key]
     ts.worker_restrictions = ts.host_restrictions = None
     assert not scheduler.is_rootish(ts)
-    with spreading_by_slots(scheduler, SimpleNamespace(ahead=1)):
+    with counting_slots(scheduler, SimpleNamespace(ahead=1)):
         assert scheduler.is_rootish(ts)
     assert (scheduler.total_nthreads, scheduler.is_rootish) == (nthreads, before)
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(0.05, 2), (0.0, 9)])
+@on_cluster(8, plugin={"devices": [0]})
+async def test_a_slot_has_one_task_ahead_if_they_take_long(
+    client: Any, scheduler: Any, worker: Any, seconds: float, most: int
+) -> None:
+    await client.gather(client.map(sleep, [seconds] * 4, pure=False))  # how long they take
+    futures = client.map(sleep, [seconds] * 30, pure=False)
+    while not scheduler.queued:
+        await asyncio.sleep(0)
+    assert len(scheduler.workers[worker.address].processing) == most
+    await client.gather(futures)
 
 
 @on_cluster(8, 8, plugin={"devices_per_worker": 1})

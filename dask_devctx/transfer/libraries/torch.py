@@ -106,14 +106,6 @@ def _name_of(device: Device) -> Any:
     return torch.device("cuda", device.device_id)
 
 
-def _parameter_to_device(parameter: Any, device: Device) -> Any:
-    return _around(_to_device(parameter.detach(), device), parameter, device)
-
-
-def _parameter_to_host(parameter: Any) -> Any:
-    return _around(parameter.detach().cpu(), parameter, "cpu")
-
-
 def _around(elements: Any, parameter: Any, device: object) -> Any:
     moved = torch.nn.Parameter(elements, requires_grad=parameter.requires_grad)
     moved.__dict__.update(vars(parameter))
@@ -220,5 +212,9 @@ LIBRARY = Library(
     lambda tensor: tensor.detach().resolve_conj().resolve_neg().contiguous(),
 )
 known(torch.Tensor, nbytes=_bytes, move=_to_device, host=_to_host, memory=_memory_of)
-known(torch.nn.Parameter, move=_parameter_to_device, host=_parameter_to_host)
+known(
+    torch.nn.Parameter,
+    move=lambda one, device: _around(_to_device(one.detach(), device), one, device),
+    host=lambda one: _around(one.detach().cpu(), one, "cpu"),
+)
 reduced[torch.nn.Module] = reduced[torch.optim.Optimizer] = _by_attributes

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 # dask gives a worker tasks ahead, which wait for those before them. A wait that is shorter than
 # this costs less than the way to another device.
 _LATE_S: Final = 0.5
-# While all are busy, the scheduler is asked ever less often, at least in this interval.
-_SELDOM_S: Final = 8.0
+# The most tasks that the scheduler is asked for at once, while other workers may be busy.
+_MOST: Final = 64
 
 
 @contextmanager
@@ -37,9 +37,7 @@ def giving_back(worker: Worker, admission: Admission) -> Iterator[None]:
         keys = [*late][: part_for_idle(len(late), idle)]
         if late and not keys:
             with suppress(Exception):  # it is asked again
-                keys = await registration.tell(worker, LATE, keys=[*late])
-        slower = min(2 * looking.callback_time, _SELDOM_S * 1000)
-        looking.callback_time = slower if late and not keys else _LATE_S * 1000
+                keys = await registration.tell(worker, LATE, keys=[*late][:_MOST])
         for key in keys:
             if admission.take_back(claim := late[key]):
                 claim.call.future.cancel()  # the task is scheduled again

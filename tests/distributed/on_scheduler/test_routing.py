@@ -7,6 +7,7 @@ import logging
 import time
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import dask
@@ -302,15 +303,16 @@ async def test_late_tasks_move_to_idle_workers(
     seceded = client.submit(lambda e: secede() or e.wait(20), may_end, workers=[idle.address])
     while len(busy.processing) < len(keys) or not idle.long_running:
         await asyncio.sleep(0.01)
-    slots = {busy.address: 1, idle.address: 1}
-    assert moved_to_idle(scheduler, busy.address, keys, slots) == [], "their user restricts them"
+    cluster = SimpleNamespace(slots=dict.fromkeys([busy.address, idle.address], 1))
+    assert moved_to_idle(scheduler, cluster, busy.address, keys) == [], "their user restricts them"
     for key in keys:
         restrict(scheduler.tasks[key], None, None)
     monkeypatch.setattr(scheduler, "get_comm_cost", lambda ts, ws: busy.occupancy * 2)
     moved = [] if far else keys[:2]
-    assert moved_to_idle(scheduler, busy.address, keys, slots) == moved
-    assert moved_to_idle(scheduler, idle.address, keys, slots) == [], "it does not have them"
-    assert moved_to_idle(scheduler, busy.address, keys, {busy.address: 1}) == [], "none is idle"
+    assert moved_to_idle(scheduler, cluster, busy.address, keys) == moved
+    assert moved_to_idle(scheduler, cluster, idle.address, keys) == [], "it does not have them"
+    del cluster.slots[idle.address]
+    assert moved_to_idle(scheduler, cluster, busy.address, keys) == [], "none is idle"
     for key in keys:
         wanted = {idle.address} if key in moved else None
         assert restrictions(scheduler.tasks[key]) == (wanted, None, key in moved)

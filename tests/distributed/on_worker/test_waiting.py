@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import Counter
 from typing import Any
 
@@ -147,7 +148,7 @@ def test_late_tasks_run_on_idle_devices(n_workers: int) -> None:
 def test_a_group_with_one_input_goes_to_all_workers() -> None:
     with started(n_workers=4) as client:
         value = client.submit(SimulatedArray, (8,))
-        names = client.map(lambda n, value: here(), range(24), value=value, pure=False)
+        names = client.map(lambda n, value: time.sleep(0.05) or here(), range(24), value=value)
         counts = Counter(client.gather(names))
     assert sorted(counts) == [0, 1, 2, 3]
     assert max(counts.values()) <= 10
