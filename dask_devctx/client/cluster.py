@@ -152,7 +152,7 @@ class LocalDeviceCluster(internals.WatchedCluster):
         kwargs["target_duration"] = wanted_s / self._ahead
         return super().adapt(*args, **kwargs)
 
-    # -- the hooks of internals.WatchedCluster
+    # -- the hooks of WatchedCluster
 
     async def _scheduler_runs(self) -> None:
         await internals.add_plugin(self.scheduler, self._routing)

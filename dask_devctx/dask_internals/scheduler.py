@@ -134,7 +134,7 @@ def counting_slots(scheduler: Scheduler, cluster: Any) -> Iterator[None]:
             scheduler.idle_task_count.discard(ws)
 
     def stimulus_queue_slots_maybe_opened(*, stimulus_id: str) -> None:
-        for _ in range(len(scheduler.queued)):
+        for _ in range(len(scheduler.queued)):  # dask counts free threads, more than are filled
             if not scheduler.queued or not scheduler.idle_task_count:
                 break
             scheduler.transitions({scheduler.queued.peek().key: "processing"}, stimulus_id)
