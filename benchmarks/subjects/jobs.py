@@ -10,7 +10,7 @@ from benchmarks.host import Entry, Host, started
 
 TITLE = "whole jobs"
 _MODULE = "benchmarks.subjects.jobs_hosted"
-_CAP_S = 2.5
+_CAP_S = 4.0
 _DEFAULT = {"role": "ours", "remark": "LocalDeviceCluster()"}
 _ONE = {"role": "variant", "remark": "n_workers=1"}
 
