@@ -259,8 +259,8 @@ def had_all_runs(run: int, most: int) -> str:
 
 # Annotations that seem to be ours, but mean nothing to this package and dask, with the right one.
 _MISTAKEN: Final = {
-    **dict.fromkeys(("Device", "cuda", "gpu"), DEVICE),
-    **dict.fromkeys(("Devices", "gpus", "num_devices", "num_gpus"), DEVICES),
+    **dict.fromkeys(("device", "cuda", "gpu"), DEVICE),
+    **dict.fromkeys(("devices", "gpus", "num_devices", "num_gpus"), DEVICES),
     **dict.fromkeys(("device_fraction", "share"), SHARE),
     **dict.fromkeys(("device_mem", "device_memory_limit", "gpu_memory"), MEMORY),
 }
@@ -272,8 +272,8 @@ _ALIKE: Final = 0.82
 @functools.cache
 def _meant(name: str) -> str:
     """Return the annotation that another name seems to mean; "" if it means none."""
-    if name in _OURS or name in _MISTAKEN:
-        return _MISTAKEN.get(name, "")
+    if name in _OURS or name.casefold() in _MISTAKEN:
+        return "" if name in _OURS else _MISTAKEN[name.casefold()]
     near = nearest(name, _OURS, _ALIKE)
     return near if near[:1] == name[:1] else ""
 

@@ -98,8 +98,8 @@ class LocalDeviceCluster(internals.WatchedCluster):
     ) -> None:
         if not isinstance(n_workers, int | None):
             raise TypeError(
-                f"n_workers is a number of workers, got {n_workers!r}. Devices are named by "
-                "devices=[0, 1]"
+                f"n_workers is a number of workers, got {n_workers!r}. For devices 0 "
+                "and 1, write devices=[0, 1]"
             )
         if threads_per_worker is not None and threads_per_worker < 1:
             raise ValueError(f"threads_per_worker must be 1 or more, got {threads_per_worker}")

@@ -134,10 +134,10 @@ class TransferMatrix(Table):
         )
         nbytes = nbytes_text(sum(total.nbytes for total in totals.values()))
         copies = sum(total.copies for total in totals.values())
-        title = f"Transfers: {nbytes} in {copies} values" if totals else "Transfers: none so far"
+        title = f"{nbytes} in {counted(copies, 'value')}" if totals else "none since the start"
         newline = Markup("<br>")
         self.write(
-            Markup(" &ensp; ").join([title, *ways.values()]),
+            Markup(" &ensp; ").join([f"Transfers: {title}", *ways.values()]),
             ("from", *(f"to {target}" for target in targets)),
             ([one, *(newline.join(cells[one, to]) for to in targets)] for one in sources),
         )
