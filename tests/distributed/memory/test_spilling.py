@@ -193,6 +193,14 @@ def test_without_a_limit_nothing_is_spilled() -> None:
         assert set(client.run(lambda dask_worker: type(dask_worker.data)).values()) == {dict}
 
 
+def test_four_fifths_of_a_limit_stay() -> None:
+    with threads(4 * MIB, 1, device_memory_limit="2 MiB") as client:
+        futures = client.map(full, range(13), pure=False)
+        assert totals(client, futures) == [n * 16384 for n in range(13)]
+        (row,) = report(client).devices
+        assert (row.memory_held, row.spills) == (13 * 16384 * 8, 0)
+
+
 def test_values_that_are_away_outlive_the_plugin() -> None:
     with threads(1 * MIB, 1) as client:
         futures = client.map(full, range(16), pure=False)

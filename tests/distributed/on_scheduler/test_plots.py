@@ -110,8 +110,12 @@ def test_each_device_at_a_glance() -> None:
     plot.show(batch(there, samples=[("w", idle), ("w", busy)], before=before))
     assert "<h3>2 devices</h3>" in plot.root.text  # NVML has numbers of one
     first, second = plot.root.text.split("<tr><td>")[1:]
-    for text in ("cuda:0<", ">50%<", ">15.0 of 16.0 GiB<", "1.0 MiB<", "310 W<", "41 °C<"):
-        assert text in first
+    cells = dict(
+        zip(re.findall("<th>(.*?)</th>", plot.root.text), first.split("<td>"), strict=True)
+    )
+    said = {"device": "cuda:0<", "computes": ">50%<", "memory used": ">15.0 of 16.0 GiB<"}
+    said |= {"spilled": "1.0 MiB<", "power": "310 W<", "temperature": "41 °C<", "queued": "3<"}
+    assert [name for name, text in said.items() if text not in cells[name]] == []
     assert "<td>3</td><td><div>2 × &lt;train&gt;</div></td>" in first
     assert second.startswith("cuda:1<")
     assert ">idle<" in second
