@@ -20,7 +20,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.transfer import device_of, nbytes_by_device, walk
 from dask_devctx.transfer.ipc.lanes import FEW
 from dask_devctx.transfer.ipc.parcel import Parcel, Part, Reduce, part_of
-from dask_devctx.transfer.libraries import MODULES, named
+from dask_devctx.transfer.libraries import named
 from dask_devctx.transfer.location import memory_of
 from dask_devctx.transfer.traffic import is_dense
 
@@ -198,6 +198,3 @@ def _without_history(found: Reduce, tensor: Any, parcel: Parcel) -> Any:
     if tensor.grad_fn is not None:
         raise TypeError("a tensor with a history (grad_fn) would lose it on the host")
     return found(tensor, parcel)
-
-
-MODULES["dask_devctx"] = "dask_devctx.simulated_array"
