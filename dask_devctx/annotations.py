@@ -272,10 +272,10 @@ _ALIKE: Final = 0.82
 @functools.cache
 def _meant(name: str) -> str:
     """Return the annotation that another name seems to mean; "" if it means none."""
-    if name in _OURS or name.casefold() in _MISTAKEN:
-        return "" if name in _OURS else _MISTAKEN[name.casefold()]
+    if name in _OURS:
+        return ""
     near = nearest(name, _OURS, _ALIKE)
-    return near if near[:1] == name[:1] else ""
+    return _MISTAKEN.get(name.casefold()) or (near if near[:1] == name[:1] else "")
 
 
 def mistaken(annotations: Mapping[str, Any]) -> Iterator[str]:

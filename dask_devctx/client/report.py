@@ -252,7 +252,7 @@ def _below(report: Report) -> Iterator[str]:
 
 def _moved(report: Report) -> Iterator[str]:
     sums: dict[tuple[str, str | None], ReportedTransfer] = {}
-    for row in (one for one in report.transfers if one.nbytes):  # 0: values of the host alone
+    for row in report.transfers:
         key = row.transport, row.reason
         sums[key] = added(row, sums[key]) if key in sums else row
     for (transport, reason), row in sums.items():

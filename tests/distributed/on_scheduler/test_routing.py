@@ -140,7 +140,7 @@ def test_other_annotations_are_not_ours() -> None:
     mine = ("rerun", "device", "device_share", "devctx-watched", "owner", "advice", "return")
     assert not [*mistaken(dict.fromkeys((*others, *mine), 3))]
     typos = {"devicee": "device=3", "devcies": "devices=3", "device_memry": "device_memory=3"}
-    typos |= {"share": "device_share=3", "gpu": "device=3", "gpus": "devices=3", "reruns": "rerun"}
+    typos |= {"share": "device_share=3", "GPU": "device=3", "gpus": "devices=3", "reruns": "rerun"}
     for (name, right), text in zip(typos.items(), mistaken(dict.fromkeys(typos, 3)), strict=True):
         assert repr(name) in text
         assert f"dask.annotate({right}" in text
