@@ -11,6 +11,8 @@ from typing import Any
 
 # The driver aligns its own allocations like this.
 ALIGNMENT = 256
+# A transfer is staged in pieces of so many bytes: the next one while the one before is read.
+PIECE = 2**29
 
 
 def aligned(nbytes: int) -> int:
@@ -143,3 +145,18 @@ def in_a_row(sizes: Iterable[int]) -> tuple[list[int], int]:
             nbytes = end + size
         end += aligned(size)
     return offsets, nbytes
+
+
+def more_pieces(nbytes: int) -> range:
+    """Return where the pieces of a transfer begin, after the first one."""
+    return range(PIECE, nbytes, PIECE)
+
+
+def in_piece(begin: int, at: int, nbytes: int) -> tuple[int, int]:
+    """Return how many bytes of a part at an offset to skip, and to take, for a piece.
+
+    >>> in_piece(0, 100, 300), in_piece(PIECE, PIECE - 100, 300), in_piece(PIECE, 0, 300)
+    ((0, 300), (100, 200), (0, 0))
+    """
+    first, end = max(begin, at), min(begin + PIECE, at + nbytes)
+    return (first - at, end - first) if first < end else (0, 0)

@@ -13,7 +13,7 @@ from dask_devctx.errors import DevctxError
 from dask_devctx.transfer.events import is_captured
 from dask_devctx.transfer.ipc import lanes
 from dask_devctx.transfer.ipc.parcel import Header, allocate
-from dask_devctx.transfer.ipc.ranges import in_a_row
+from dask_devctx.transfer.ipc.ranges import in_a_row, in_piece
 
 
 class Opened:
@@ -89,25 +89,31 @@ class Receiving:
             self.parts, self._pointers = allocate(self._header.parts, self.device)
 
     def start(self) -> None:
-        """Start the copy, for :meth:`finish`.
+        """Start the copy of the first piece, for :meth:`finish`.
 
         Raise `DriverError` if the memory cannot be opened or the device has failed.
         """
-        _, parts, handle, offset = self._header
         with self.device:
-            opened = self._buffers.get(self._owner, handle, self.device)
-            base = opened.pointer + offset
+            opened = self._buffers.get(self._owner, self._header.handle, self.device)
+            self._opened: Opened | None = opened  # until the copy is done
             with lanes.taken(self.device) as self.lane:
                 # The libraries reuse memory that earlier work in their streams still reads.
                 self.lane.after_current_streams()
-                self.lane.keep_lock(len(parts), self.nbytes)
-                for part, to, at in zip(parts, self._pointers, self._offsets, strict=True):
-                    self.lane.copy(to, base + at, part.nbytes)
+                self.lane.keep_lock(len(self._pointers), self.nbytes)
+                self.copy_piece(0)
                 self.lane.mark()
-            self._opened: Opened | None = opened  # until the copy is done
+
+    def copy_piece(self, begin: int) -> None:
+        """Start the copy of a piece that is staged, after those before."""
+        assert self._opened is not None
+        base = self._opened.pointer + self._header.offset
+        with self.device:
+            for part, to, at in zip(self._header.parts, self._pointers, self._offsets, strict=True):
+                skip, nbytes = in_piece(begin, at, part.nbytes)
+                self.lane.copy(to + skip, base + at + skip, nbytes)
 
     def finish(self, *, is_done: bool = False) -> None:
-        """Wait until the parts have arrived, unless they have."""
+        """Wait until all pieces have arrived, unless they have."""
         try:
             lanes.finish(self.lane, is_done=is_done)
         finally:

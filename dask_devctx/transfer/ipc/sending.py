@@ -12,7 +12,7 @@ from dask_devctx.errors import DriverError
 from dask_devctx.transfer.events import Stamp
 from dask_devctx.transfer.ipc import lanes
 from dask_devctx.transfer.ipc.parcel import Part
-from dask_devctx.transfer.ipc.ranges import Pool, Ranges, aligned, in_a_row
+from dask_devctx.transfer.ipc.ranges import Pool, Ranges, aligned, in_a_row, in_piece
 
 # The smallest allocation, and the smallest limit of a device.
 _LEAST: Final = 2 * 2**20
@@ -114,7 +114,7 @@ class Sending:
         self._on_one_device = on_one_device and not any(part.on_host for part in parts)
 
     def start(self, *, grow: bool = True) -> bool:
-        """Start the copy into staging memory, for :meth:`finish`; False if there is no room now.
+        """Start the copy of the first piece, for :meth:`finish`; False if there is no room now.
 
         Raise `DriverError` if the device cannot export memory, or has failed.
         """
@@ -122,7 +122,7 @@ class Sending:
         found = self.staging.piece(self.nbytes, grow=grow)
         if found is None:
             return False
-        buffer, offset = self.place = found
+        self.place = found
         try:
             with self.staging.device as device, lanes.taken(device) as self.lane:
                 for stamp in self._after:
@@ -131,17 +131,29 @@ class Sending:
                     self.lane.after_current_streams()
                 if self._on_one_device:
                     self.lane.keep_lock(len(self.parts), self.nbytes)
-                for part, at in zip(self.parts, self._offsets, strict=True):
-                    copy = self.lane.copy_in if part.on_host else self.lane.copy
-                    copy(buffer.pointer + offset + at, part.pointer, part.nbytes)
+                self._copy(self.lane, 0)
                 self.lane.mark()
         except BaseException:
             self.close()
             raise
         return True
 
+    def _copy(self, lane: lanes.Lane, begin: int) -> None:
+        assert self.place is not None
+        buffer, offset = self.place
+        for part, at in zip(self.parts, self._offsets, strict=True):
+            skip, nbytes = in_piece(begin, at, part.nbytes)
+            copy = lane.copy_in if part.on_host else lane.copy
+            copy(buffer.pointer + offset + at + skip, part.pointer + skip, nbytes)
+
+    def copy_piece(self, begin: int) -> None:
+        """Copy one more piece into staging memory, and wait for it."""
+        with self.staging.device as device, lanes.taken(device) as lane:
+            self._copy(lane, begin)
+        lanes.finish(lane)
+
     def finish(self, *, is_done: bool = False) -> None:
-        """Wait until the parts are in staging memory, unless they are there."""
+        """Wait until the first piece is in staging memory, unless it is there."""
         try:
             lanes.finish(self.lane, is_done=is_done)
         except BaseException:

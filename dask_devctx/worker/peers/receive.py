@@ -17,8 +17,9 @@ from dask_devctx.cuda.out_of_memory import clear_frames, is_out_of_memory
 from dask_devctx.dask_internals.connections import UNREAD, data_of
 from dask_devctx.errors import DevctxError, DriverError
 from dask_devctx.transfer.ipc.parcel import unpack
+from dask_devctx.transfer.ipc.ranges import more_pieces
 from dask_devctx.transfer.ipc.receiving import Receiving
-from dask_devctx.worker.peers.transfers import QUICK_NBYTES, STAGED, PeerTransfers
+from dask_devctx.worker.peers.transfers import NEXT, QUICK_NBYTES, STAGED, PeerTransfers
 from dask_devctx.worker.peers.transport import SAYS
 from dask_devctx.worker.values.store import Store
 from dask_devctx.worker.values.value import Value
@@ -61,7 +62,7 @@ async def ask(
             await comm.write(request, serializers=serializers or rpc.serializers, on_error="raise")
             msg: Message = await comm.read(deserializers=deserializers)
             if msg["status"] == "OK":
-                await _complete(local, worker, msg)
+                await _complete(local, worker, comm, msg)
                 if not isinstance(local.worker.data, Store):  # the plugin was removed meanwhile
                     for key, value in msg["data"].items():
                         msg["data"][key] = copy(value) if type(value) is Value else value
@@ -108,7 +109,7 @@ def _could_not_be_sent(address: str, msg: Message) -> Any:
     return error or CommClosedError(f"{address} could not send values")
 
 
-async def _complete(local: PeerTransfers, address: str, msg: Message) -> None:
+async def _complete(local: PeerTransfers, address: str, comm: Any, msg: Message) -> None:
     """Put the values of another worker's answer together.
 
     Raise `ReadThroughHostError` if they are to be asked for again, and `CommClosedError` if a
@@ -136,12 +137,14 @@ async def _complete(local: PeerTransfers, address: str, msg: Message) -> None:
     try:
         if not spill.make_room(device, receiving.nbytes, wait=False):
             await local.run(spill.make_room, device, 0)
-        await _arrive(local, receiving, unpacked)
+        await _arrive(local, comm, receiving, unpacked)
     except Exception as error:
         opening = isinstance(error, DriverError) and error.function == "cuIpcOpenMemHandle"
         no_memory = is_out_of_memory(error)
         if not opening and (no_memory or not isinstance(error, DevctxError | OSError)):
             unread = dict.fromkeys(arriving, error)
+            if more_pieces(receiving.nbytes):  # their messages are not read
+                comm.abort()
         elif local.has_failed(device) or isinstance(error, OSError):
             text = f"values from {address} could not be read: {error}"
             raise CommClosedError(text) from error
@@ -159,11 +162,20 @@ async def _complete(local: PeerTransfers, address: str, msg: Message) -> None:
         local.traffic.arrived(*ends, receiving.nbytes, took, len(arriving))
 
 
-async def _arrive(local: PeerTransfers, receiving: Receiving, unpacked: Callable[[], None]) -> None:
-    def all_at_once() -> None:  # each change of threads takes time
+async def _arrive(
+    local: PeerTransfers, comm: Any, receiving: Receiving, unpacked: Callable[[], None]
+) -> None:
+    more = more_pieces(receiving.nbytes)
+
+    def begin() -> None:  # each change of threads takes time
         local.store().spill.allocated(receiving.device, receiving.nbytes, receiving.allocate)
         if receiving.nbytes:
             receiving.start()
+        if not more:
+            end()
+
+    def end() -> None:
+        if receiving.nbytes:
             receiving.finish()
         unpacked()
 
@@ -176,7 +188,17 @@ async def _arrive(local: PeerTransfers, receiving: Receiving, unpacked: Callable
                 raise
             quick = False  # other values may have to leave
     if not quick:
-        await local.run(all_at_once)
+        await local.run(begin)
+        try:
+            for at in more:
+                if (said := await comm.read()) != NEXT:
+                    raise CommClosedError(f"the rest of a value was not staged: {said}")
+                await local.run(receiving.copy_piece, at)
+        except BaseException:
+            await local.run(receiving.finish)  # its memory is freed next
+            raise
+        if more:
+            await local.run(end)
         return
     if receiving.nbytes:
         receiving.start()

@@ -19,9 +19,10 @@ from dask_devctx.cuda.out_of_memory import clear_frames, is_out_of_memory
 from dask_devctx.transfer import Stamp, nbytes_by_device
 from dask_devctx.transfer.events import is_captured, wait_for_captures
 from dask_devctx.transfer.ipc.parcel import Header, Parcel, pack
+from dask_devctx.transfer.ipc.ranges import more_pieces
 from dask_devctx.transfer.ipc.sending import Sending
 from dask_devctx.worker.comms.device_types import are_few, find, is_by_frames
-from dask_devctx.worker.peers.transfers import QUICK_NBYTES, STAGED, PeerTransfers
+from dask_devctx.worker.peers.transfers import NEXT, QUICK_NBYTES, STAGED, PeerTransfers
 from dask_devctx.worker.peers.transport import SAYS
 from dask_devctx.worker.values.host_form import Copying
 from dask_devctx.worker.values.store import SENDING, Store
@@ -91,7 +92,12 @@ class _Asking:
             except CommClosedError:
                 self._comm.abort()
                 raise
-        return await self._comm.write(msg, *args, **kwargs)
+        written = await self._comm.write(msg, *args, **kwargs)
+        if self._sending is not None:
+            for begin in more_pieces(self._sending.nbytes):
+                await self._local.run(self._sending.copy_piece, begin)
+                await self._comm.write(NEXT)
+        return written
 
     async def read(self, *args: Any, **kwargs: Any) -> Any:
         answer = await self._comm.read(*args, **kwargs)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # The entry of a message with its staged values: where they are, and what of them is in host memory.
 STAGED: Final = "devctx-ipc"
+# The message that the next piece of them is staged, too.
+NEXT: Final = "devctx-ipc-next"
 # Values up to this size change no thread, if their copies take only microseconds.
 QUICK_NBYTES: Final = 2**20
 _QUICK_S: Final = 300e-6

@@ -17,6 +17,9 @@ from distributed.protocol.cuda import cuda_deserialize, cuda_serialize
 
 from dask_devctx import Device, DevicePlugin, SimulatedArray, driver, report
 from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.transfer.ipc import ranges
+from dask_devctx.transfer.ipc.receiving import Receiving
+from dask_devctx.transfer.ipc.sending import Sending
 from dask_devctx.transfer.libraries import MODULES, Library
 from dask_devctx.worker.peers import transport
 from tests.device_memory import read, write
@@ -401,8 +404,9 @@ def is_right(arrays: Any) -> bool:
     return bool((found[0] == expected).all() and (found[1] == expected[::-1]).all())
 
 
-def test_what_is_larger_than_the_staging_memory_passes_alone() -> None:
+def test_what_is_larger_than_the_staging_memory_passes_alone(monkeypatch: Any) -> None:
     limit = 2.0 * 2**20  # bytes may be a float
+    monkeypatch.setattr(ranges, "PIECE", 3_000_001)
     with peers.configured(ipc_staging=limit), peers.cluster(2) as (client, workers):
         many = [client.submit(large, workers=workers[:1], pure=False) for _ in range(3)]
         used = [client.submit(is_right, one, workers=workers[1:], pure=False) for one in many]
@@ -411,6 +415,31 @@ def test_what_is_larger_than_the_staging_memory_passes_alone() -> None:
         assert set(peers.ways(client)) == {"ipc"}
         nbytes = client.run(peers.staging_nbytes, workers=workers[:1])[workers[0]]
         assert nbytes <= limit + 3 * 16 * 10**6
+
+
+def fail_once(kind: Any) -> None:
+    """Let one later piece of a value fail."""
+    failures, copy_piece = [OSError("it fails")], kind.copy_piece
+
+    def failing(self: Any, begin: int) -> None:
+        if begin and failures:
+            raise failures.pop()
+        copy_piece(self, begin)
+
+    kind.copy_piece = failing
+
+
+@pytest.mark.parametrize(("where", "kind"), [(0, Sending), (1, Receiving)])
+def test_a_value_whose_next_piece_fails_is_sent_again(
+    where: int, kind: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(ranges, "PIECE", 3_000_001)
+    with peers.cluster(2) as (client, workers):
+        client.run(fail_once, kind, workers=[workers[where]])
+        assert peers.send(client, large, is_right, workers)
+        assert peers.send(client, large, is_right, workers)
+        assert peers.ways(client) == {"ipc": 2}
+        assert peers.nothing_staged(client)
 
 
 def fill(dask_worker: Worker) -> None:
@@ -430,7 +459,9 @@ def of_8_mb() -> SimulatedArray:
     return peers.array(1_000_000)
 
 
-def test_without_room_on_the_receiver_the_task_fails_with_that() -> None:
+@pytest.mark.parametrize("piece", [ranges.PIECE, 2**20])
+def test_without_room_on_the_receiver_the_task_fails(piece: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(ranges, "PIECE", piece)
     with peers.cluster(2) as (client, workers):
         assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
         made = client.submit(peers.array, 2_000_000, workers=workers[:1], pure=False)
