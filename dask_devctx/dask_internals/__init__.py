@@ -73,7 +73,7 @@ _BY_OWNER: Final = {
     "distributed.shuffle._rechunk:ArrayRechunkRun.": (
         "_receive add_partition barrier close get_output_partition inputs_done offload send"
     ),
-    "distributed.shuffle._core:": "barrier_key",
+    "distributed.shuffle._core:": "barrier_key id_from_key",
     "distributed.shuffle._rechunk:": "rechunk_unpack",
     "distributed.shuffle._scheduler_plugin:ShuffleSchedulerPlugin.": "_set_restriction",
     "distributed.shuffle._worker_plugin:ShuffleWorkerPlugin.": (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any, Final, Self
 
@@ -21,8 +21,9 @@ from dask_devctx.dask_internals.worker import replaced
 # tasks dask sends it ahead. If it is small, threads wait for the scheduler; if it is large, results
 # pile up before they are used.
 LOOK_AHEAD: Final = 8
-# More than the next one only bridge the way to the scheduler and back, which takes about so long.
-_AHEAD_S: Final = 0.02
+
+# The message to a worker with late tasks that another one is idle.
+SOME_IDLE: Final = "devctx-some-idle"
 
 
 async def add_plugin(scheduler: Scheduler, plugin: SchedulerPlugin) -> None:
@@ -110,39 +111,21 @@ def threads_beyond(scheduler: Scheduler, slots: Mapping[str, int]) -> int:
     return sum(max(ws.nthreads - n, 0) for ws, n in workers if ws is not None)
 
 
-@contextmanager
-def counting_slots(scheduler: Scheduler, cluster: Any) -> Iterator[None]:
-    """While it is open, dask compares tasks with the slots, where it would with the threads.
+def comparing_slots(scheduler: Scheduler, cluster: Any) -> AbstractContextManager[None]:
+    """While it is open, tasks with a common input are spread if they are more than a few a slot.
 
-    A group of at most twice as many goes where its common input is. Of tasks that take long, a slot
-    has one ahead; the others stay queued for the device that is free first.
+    dask compares them with twice the threads; fewer go where their input is.
     """
 
     def is_rootish(ts: Any) -> bool:
         nthreads = scheduler.total_nthreads  # it is in a slot
-        scheduler.total_nthreads -= cluster.ahead
+        scheduler.total_nthreads -= cluster.ahead if ts.dependencies else 0
         try:
             return bool(Scheduler.is_rootish(scheduler, ts))
         finally:
             scheduler.total_nthreads = nthreads
 
-    def check_idle_saturated(ws: Any, occ: float = -1.0) -> None:
-        Scheduler.check_idle_saturated(scheduler, ws, occ := ws.occupancy if occ < 0 else occ)
-        devices, slots = cluster.present.get(ws.address), max(ws.nthreads / LOOK_AHEAD, 1)
-        is_full = len(ws.processing) - len(ws.long_running) >= 2 * slots and occ > _AHEAD_S * slots
-        if is_full and devices is not None and len(devices.used) == 1:  # tasks may name one of many
-            scheduler.idle_task_count.discard(ws)
-
-    def stimulus_queue_slots_maybe_opened(*, stimulus_id: str) -> None:
-        for _ in range(len(scheduler.queued)):  # dask counts free threads, more than are filled
-            if not scheduler.queued or not scheduler.idle_task_count:
-                break
-            scheduler.transitions({scheduler.queued.peek().key: "processing"}, stimulus_id)
-
-    with ExitStack() as stack:
-        for call in (is_rootish, check_idle_saturated, stimulus_queue_slots_maybe_opened):
-            stack.enter_context(replaced(vars(scheduler), call.__name__, call))
-        yield
+    return replaced(vars(scheduler), "is_rootish", is_rootish)
 
 
 def part_for_idle(late: int, idle: int) -> int:
@@ -173,7 +156,21 @@ def moved_to_idle(
         if not (far or ts.worker_restrictions or ts.host_restrictions or ts.resource_restrictions):
             restrict(ts, {ws.address}, None, loose=True)
             moved.append(key)
+    cluster.late.add(address)
     return moved
+
+
+def tell_late(scheduler: Scheduler, cluster: Any, address: str | None) -> None:
+    """If a worker is idle, tell the busiest one that had late tasks."""
+    ws = scheduler.workers.get(address)
+    if ws is None or ws.processing or address not in cluster.present:
+        return
+    late = [one for one in map(scheduler.workers.get, cluster.late) if one is not None]
+    cluster.late = {one.address for one in late if one.processing}
+    if cluster.late:
+        busy = max(late, key=lambda one: len(one.processing)).address
+        cluster.late.remove(busy)
+        scheduler.stream_comms[busy].send({"op": SOME_IDLE})
 
 
 def schedule_again(scheduler: Scheduler, tasks: Iterable[Any]) -> None:

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 from distributed import Scheduler, Status, Worker
 from distributed.protocol import to_serialize
 from distributed.shuffle import _rechunk
-from distributed.shuffle._core import barrier_key
+from distributed.shuffle._core import barrier_key, id_from_key
 from distributed.shuffle._exceptions import P2PConsistencyError
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 from distributed.utils_comm import retry
@@ -24,6 +24,11 @@ from dask_devctx.dask_internals.worker import wrapped_handler
 
 Index = tuple[int, ...]
 _PIECES: Final = "devctx-pieces"  # begins the key of pieces that a worker asks another for
+
+
+def is_barrier(key: Hashable) -> bool:
+    """Return whether a key is that of a P2P rechunk's barrier."""
+    return id_from_key(key) is not None
 
 
 class Held(NamedTuple):

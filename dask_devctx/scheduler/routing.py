@@ -126,7 +126,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         handlers = {op: update_wrapper(partial(self._answer, op, a), a) for op, a in acts.items()}
         self._steps.enter_context(answering(scheduler, handlers))
         self._steps.enter_context(internals.idle_workers_hear_at_once(scheduler))
-        self._steps.enter_context(internals.counting_slots(scheduler, self._cluster))
+        self._steps.enter_context(internals.comparing_slots(scheduler, self._cluster))
         tasks = list(scheduler.tasks.values())
         self._restrict(tasks)
         internals.schedule_again(scheduler, tasks)
@@ -172,6 +172,8 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             self._restricted.forget(key)
         if self._suspects.failed_workers or self._suspects.refused:
             self._suspects.moved(key, finish, kwargs.get("worker"))
+        if self._cluster.late and start == "processing":
+            internals.tell_late(self.scheduler, self._cluster, kwargs.get("worker"))
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         self._cluster.join(worker, time())

@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from time import sleep
-from types import SimpleNamespace
 from typing import Any
 
 import dask
 import pytest
+from distributed import get_worker, wait
 
 import dask_devctx
 from dask_devctx import DevctxError, DevicePlugin, DeviceRouting, dask_internals
 from dask_devctx.dask_internals import ON_A_SCHEDULER, ON_A_WORKER
-from dask_devctx.dask_internals.scheduler import counting_slots, idle_workers_hear_at_once
+from dask_devctx.dask_internals.scheduler import idle_workers_hear_at_once
 from dask_devctx.dask_internals.worker import metric
 from tests.distributed.changes import changes_of
 from tests.distributed.devices import on_cluster
@@ -221,31 +221,26 @@ async def test_a_schedulers_messages_are_looked_at_once(client: Any, scheduler: 
     assert scheduler.send_all == before != first
 
 
-@on_cluster(1)
-async def test_a_group_is_compared_with_the_slots(client: Any, scheduler: Any) -> None:
-    nthreads, before = scheduler.total_nthreads, scheduler.is_rootish
-    futures = client.map(int, range(2 * nthreads), workers=["nobody"], pure=False)
-    while len(scheduler.tasks) < 2 * nthreads:
-        await asyncio.sleep(0.01)
-    ts = scheduler.tasks[futures[0].key]
-    ts.worker_restrictions = ts.host_restrictions = None
-    assert not scheduler.is_rootish(ts)
-    with counting_slots(scheduler, SimpleNamespace(ahead=1)):
-        assert scheduler.is_rootish(ts)
-    assert (scheduler.total_nthreads, scheduler.is_rootish) == (nthreads, before)
-
-
-@pytest.mark.parametrize(("seconds", "most"), [(0.05, 2), (0.0, 9)])
+@pytest.mark.parametrize(("inputs", "most"), [([], 16), ([1], 2)])
 @on_cluster(8, plugin={"devices": [0]})
-async def test_a_slot_has_one_task_ahead_if_they_take_long(
-    client: Any, scheduler: Any, worker: Any, seconds: float, most: int
+async def test_a_group_with_an_input_is_compared_with_the_slots(
+    client: Any, scheduler: Any, worker: Any, inputs: list[int], most: int
 ) -> None:
-    await client.gather(client.map(sleep, [seconds] * 4, pure=False))  # how long they take
-    futures = client.map(sleep, [seconds] * 30, pure=False)
-    while not scheduler.queued:
-        await asyncio.sleep(0)
-    assert len(scheduler.workers[worker.address].processing) == most
-    await client.gather(futures)
+    given = await client.scatter(inputs) if inputs else []
+    for n in (most, most + 1):
+        futures = [client.submit(max, one, 0, *given, key=(f"of {n}", one)) for one in range(n)]
+        await wait(futures)
+        assert scheduler.is_rootish(scheduler.tasks[futures[0].key]) == (n > most)
+
+
+@on_cluster(8, 8)
+async def test_few_tasks_are_spread_evenly(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+    """Also where one worker takes longer: what uses their results needs all devices."""
+    await client.register_plugin(DevicePlugin(devices_per_worker=1))
+    slow = a.address
+    futures = client.map(lambda _: sleep(0.005 * (get_worker().address == slow)), range(16))
+    await wait(futures)
+    assert [len(scheduler.workers[one.address].has_what) for one in (a, b)] == [8, 8]
 
 
 @on_cluster(8, 8, plugin={"devices_per_worker": 1})

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Final
 from distributed import Worker
 from tornado.ioloop import PeriodicCallback
 
-from dask_devctx.dask_internals.scheduler import part_for_idle
+from dask_devctx.dask_internals.scheduler import SOME_IDLE, part_for_idle
+from dask_devctx.dask_internals.shuffles import is_barrier
+from dask_devctx.dask_internals.worker import replaced
 from dask_devctx.scheduler.messages import LATE
 from dask_devctx.worker.leases import registration
 
@@ -19,8 +21,10 @@ if TYPE_CHECKING:
 
 # dask gives a worker tasks ahead, which wait for those before them. A wait that is shorter than
 # this costs less than the way to another device.
-_LATE_S: Final = 0.5
-# The most tasks that the scheduler is asked for at once, while other workers may be busy.
+_LATE_S: Final = 0.1
+# While other workers are busy, the scheduler is asked so seldom, unless it says that one is idle.
+_AGAIN_S: Final = 0.5
+# The most tasks that it is asked for at once.
 _MOST: Final = 64
 
 
@@ -31,13 +35,25 @@ def giving_back(worker: Worker, admission: Admission) -> Iterator[None]:
     Its own come first; the scheduler knows those of other workers.
     """
 
+    ask_at = 0.0
+
+    def may_ask(**message: object) -> None:
+        nonlocal ask_at
+        ask_at = 0.0
+        worker.loop.add_callback(look)
+
     async def look() -> None:
-        late = {one.key: one for one in admission.late(perf_counter() - _LATE_S)}
+        nonlocal ask_at
+        every = admission.late(perf_counter() - _LATE_S)
+        # Where the barrier of a P2P rechunk is scheduled again, dask ends the rechunk.
+        late = {one.key: one for one in every if not is_barrier(one.key)}
         idle = sum(not one.tasks for one in admission.states.values())
         keys = [*late][: part_for_idle(len(late), idle)]
-        if late and not keys:
+        if late and not keys and (now := perf_counter()) >= ask_at:
+            ask_at = now + _AGAIN_S
             with suppress(Exception):  # it is asked again
                 keys = await registration.tell(worker, LATE, keys=[*late][:_MOST])
+            ask_at = 0.0 if keys else ask_at
         for key in keys:
             if admission.take_back(claim := late[key]):
                 claim.call.future.cancel()  # the task is scheduled again
@@ -46,6 +62,7 @@ def giving_back(worker: Worker, admission: Admission) -> Iterator[None]:
     looking = PeriodicCallback(look, _LATE_S * 1000)
     looking.start()
     try:
-        yield
+        with replaced(worker.stream_handlers, SOME_IDLE, may_ask):
+            yield
     finally:
         looking.stop()

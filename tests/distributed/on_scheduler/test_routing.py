@@ -303,7 +303,8 @@ async def test_late_tasks_move_to_idle_workers(
     seceded = client.submit(lambda e: secede() or e.wait(20), may_end, workers=[idle.address])
     while len(busy.processing) < len(keys) or not idle.long_running:
         await asyncio.sleep(0.01)
-    cluster = SimpleNamespace(slots=dict.fromkeys([busy.address, idle.address], 1))
+    slots = dict.fromkeys([busy.address, idle.address], 1)
+    cluster = SimpleNamespace(slots=slots, late=set())
     assert moved_to_idle(scheduler, cluster, busy.address, keys) == [], "their user restricts them"
     for key in keys:
         restrict(scheduler.tasks[key], None, None)

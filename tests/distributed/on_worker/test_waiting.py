@@ -10,11 +10,13 @@ from typing import Any
 
 import dask
 import pytest
-from distributed import get_client, rejoin, secede, worker_client
-from distributed.utils_test import poll_for
+from distributed import Event, get_client, rejoin, secede, worker_client
+from distributed.utils_test import async_poll_for, poll_for
 
 from dask_devctx import SimulatedArray
-from tests.distributed.devices import here, started, with_plugin
+from dask_devctx.worker.leases import registration
+from dask_devctx.worker.placement import balance
+from tests.distributed.devices import blocks, here, on_cluster, started, with_plugin
 
 N = 8  # on four devices, of which each runs one task at a time
 Met = tuple[bool, int | None]
@@ -143,6 +145,41 @@ def test_late_tasks_run_on_idle_devices(n_workers: int) -> None:
         Long.may_end.set()
         assert long.result()
         assert named.result() == Long.device
+
+
+def wait_for(event: str) -> None:
+    Event(event).wait()
+
+
+def test_late_tasks_move_as_soon_as_a_device_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(balance, "_AGAIN_S", 60.0)
+    with started(n_workers=4) as client:
+        long = client.map(wait_for, ["others", "one", "others", "others"], pure=False)
+        found = client.map(here, range(24), pure=False)
+        time.sleep(0.5)  # all of them are late, and no device is idle
+        Event("one", client).set()
+        assert len(client.gather(found)) == 24
+        assert [one.done() for one in long] == [False, True, False, False]
+        Event("others", client).set()
+        client.gather(long)
+
+
+@on_cluster(8, plugin={"devices": [0]})
+async def test_the_barrier_of_a_rechunk_does_not_go_back(client: Any, worker: Any) -> None:
+    """dask ends a rechunk whose barrier is scheduled again."""
+    asked: list[str] = []
+
+    async def tell(worker: Any, op: str, *, keys: list[str]) -> None:
+        asked.extend(keys)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registration, "tell", tell)
+        keys = ["shuffle-barrier-1", "plain-1"]
+        held = [client.submit(blocks, "long"), *(client.submit(here, key=one) for one in keys)]
+        await async_poll_for(lambda: asked, timeout=10)
+    assert set(asked) == {"plain-1"}
+    await Event("go-on", client).set()
+    assert await client.gather(held) == [0, 0, 0]
 
 
 def test_a_group_with_one_input_goes_to_all_workers() -> None:
