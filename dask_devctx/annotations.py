@@ -259,8 +259,8 @@ def had_all_runs(run: int, most: int) -> str:
 
 # Annotations that seem to be ours, but mean nothing to this package and dask, with the right one.
 _MISTAKEN: Final = {
-    **dict.fromkeys(("device", "cuda", "gpu"), DEVICE),
-    **dict.fromkeys(("devices", "gpus", "num_devices", "num_gpus"), DEVICES),
+    **dict.fromkeys(("device", "cuda", "gpu", "device_id", "gpu_id", "cuda_device"), DEVICE),
+    **dict.fromkeys(("devices", "gpus", "num_devices", "num_gpus", "n_gpus", "ngpus"), DEVICES),
     **dict.fromkeys(("device_fraction", "share"), SHARE),
     **dict.fromkeys(("device_mem", "device_memory_limit", "gpu_memory"), MEMORY),
 }

@@ -339,7 +339,7 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
 
     def _facts(self) -> Iterator[str]:
         if self.requested_nbytes:
-            yield f"{nbytes_text(self.requested_nbytes)} asked for"
+            yield f"{nbytes_text(self.requested_nbytes)} more asked for"
         if self.free_nbytes is not None and self.total_nbytes is not None:
             free, total = nbytes_text(self.free_nbytes), nbytes_text(self.total_nbytes)
             yield f"without the task, {free} of {total} are free"

@@ -1,17 +1,12 @@
 """Many tasks of every kind while things break; each result is checked. Run it with ``make soak``.
 
-Devices are simulated, or with ``--gpus`` real ones, where CuPy makes the values. Workers run
-batches of tasks: small and large values that go between devices and workers, values beyond the
-limit of device memory, tasks of several devices and of a part of one, coroutines, tasks without a
-device.
-
-Meanwhile workers are killed or stand still, devices break with and without a guilty task, and
-memory runs out. Only the tasks that broke a device may err. Everything else must give its right
-value, and at the end nothing may be left in device memory. Without faults, the memory of the
-processes may hardly grow, too.
+Devices are simulated, or with ``--gpus`` real ones, where CuPy makes the values. Meanwhile workers
+are killed or stand still, devices break with and without a guilty task, and memory runs out. Only
+the tasks that broke a device may err, everything else gives its right value, and at the end nothing
+is left in device memory. Without faults, the memory of the processes may hardly grow, too.
 
 Tasks, faults and the moments of the faults follow from ``--seed``, but not the moment at which a
-thread meets a fault. After SIGINT or SIGTERM no more tasks begin, and the table is printed.
+thread meets a fault.
 """
 
 from __future__ import annotations
@@ -416,7 +411,7 @@ class Faults:
 # -- a run
 
 
-def run(arguments: argparse.Namespace, ended: threading.Event) -> bool:
+def run(arguments: argparse.Namespace) -> bool:
     """Run batches, some at a time; print what happened, and return whether all is well."""
     outcomes: Counter[tuple[str, str]] = Counter()
     held: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
@@ -434,11 +429,10 @@ def run(arguments: argparse.Namespace, ended: threading.Event) -> bool:
     ):
         made = Faults(arguments.seed, cluster, arguments.faults, arguments.gpus)
         print("the workers are there", flush=True)
-        began = said = time.monotonic()
+        began = time.monotonic()
         until, pending = began + arguments.minutes * 60, deque[Batch]()
         for number in itertools.count():
-            more = number * arguments.batch < arguments.tasks and time.monotonic() < until
-            if more and not ended.is_set():
+            if number * arguments.batch < arguments.tasks and time.monotonic() < until:
                 batch = Batch(arguments, number)
                 batch.submit(client)
                 pending.append(batch)
@@ -457,9 +451,6 @@ def run(arguments: argparse.Namespace, ended: threading.Event) -> bool:
             pids += [("a worker", nanny.pid) for nanny in cluster.workers.values() if nanny.pid]
             for one in pids if calm else ():
                 held[one].append((outcomes.total(), psutil.Process(one[1]).memory_info().rss))
-            if time.monotonic() > said + 30:
-                said = time.monotonic()
-                print(f"{said - began:.0f} s: {outcomes.total()} tasks", flush=True)
         took = time.monotonic() - began
         made.close()
         left = settle(client, arguments.workers)
@@ -513,16 +504,13 @@ def main(given: list[str]) -> int:
     arguments = parser.parse_args(given)
     # It warns of each result that is lost with a worker, and the scheduler makes them all again.
     logging.getLogger("distributed.client").setLevel(logging.CRITICAL)
-    ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.set())
     settings = SETTINGS if arguments.gpus else {**SETTINGS, **SIMULATED}
     with tempfile.TemporaryDirectory() as locks:
         settings = {**settings, "devctx.lock-directory": locks}
         if not arguments.gpus:
             settings["devctx.simulated-host"] = f"soak{os.getpid()}"
         with dask.config.set(settings):
-            well = run(arguments, ended)
+            well = run(arguments)
     print("every result right, nothing lost" if well else "not all is well: see above")
     return int(not well)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from operator import attrgetter
-from threading import Event
 from typing import Final
 
 import click
@@ -84,9 +83,10 @@ def top(
         raise click.ClickException(f"no scheduler at {address or scheduler_file}: {why}") from why
     with connected as client:
         try:
-            with suppress(KeyboardInterrupt), _interrupted() as interrupted:
+            with suppress(KeyboardInterrupt):
                 before = moment(client)
-                while not interrupted.wait(max(interval, _HEARTBEAT_S) if once else interval):
+                while True:
+                    time.sleep(max(interval, _HEARTBEAT_S) if once else interval)
                     now = moment(client)
                     if not once:
                         click.clear()
@@ -96,23 +96,6 @@ def top(
                     before = now
         except (OSError, TimeoutError) as error:
             raise click.ClickException(f"the scheduler went away: {error}") from error
-
-
-@contextmanager
-def _interrupted() -> Iterator[Event]:
-    """Yield an event that the first Ctrl-C sets; a second one raises KeyboardInterrupt."""
-    # An exception that a signal raises can be lost: in a callback, or in an object's `__del__`.
-    interrupted = Event()
-
-    def on_interrupt(*_: object) -> None:
-        interrupted.set()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    earlier = signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield interrupted
-    finally:
-        signal.signal(signal.SIGINT, earlier)
 
 
 def _as_text(address: str, before: Moment, now: Moment, sort: str | None) -> str:

@@ -24,15 +24,7 @@ _WIDTH: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class ReportedDevice(DeviceCounts):
-    """A device of a worker.
-
-    Parameters
-    ----------
-    worker
-        The worker's address.
-    worker_name
-        The worker's name.
-    """
+    """A device of a worker, and the worker's address and name."""
 
     worker: str = ""
     worker_name: str = ""
@@ -120,15 +112,7 @@ def cells(devices: Sequence[LiveDevice], columns: Sequence[str]) -> list[list[ob
 
 
 def aligned(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a table of aligned columns; columns of numbers are aligned to the right.
-
-    Examples
-    --------
-    >>> print(aligned(("name", "n"), [("one", 1), ("eleven", 11)]))
-    name     n
-    one      1
-    eleven  11
-    """
+    """Return a table of aligned columns; columns of numbers are aligned to the right."""
     cells = [[("-" if cell is None else str(cell)) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
     right = [

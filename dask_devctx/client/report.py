@@ -10,14 +10,16 @@ from html import escape
 from textwrap import wrap
 from typing import Any, Final
 
-from distributed import Client, Worker
+from distributed import Client, Scheduler, Worker
 from distributed.deploy import Cluster
 
 from dask_devctx.client import live
 from dask_devctx.client.live import ReportedDevice
 from dask_devctx.errors import counted, nbytes_text
 from dask_devctx.plugin import DevicePlugin
-from dask_devctx.scheduler.rows import DeviceCounts, TaskRun, Transfer, added, known
+from dask_devctx.scheduler.history import DeviceHistory
+from dask_devctx.scheduler.messages import ACTION
+from dask_devctx.scheduler.rows import DeviceCounts, Incident, TaskRun, Transfer, added, known
 
 _COLUMNS: Final = 100
 # A rate of fewer bytes says nothing about a link.
@@ -32,15 +34,9 @@ _BY_DEVICE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class ReportedTask(TaskRun):
-    """A task that ran, or that failed.
+    """A task that ran, or that failed, with its worker's address.
 
-    Parameters
-    ----------
-    worker
-        Its worker's address.
-    device_ids
-        The ordinals of all its devices, in the worker's process. The other fields are those of its
-        first device.
+    ``device_ids`` are the ordinals of all its devices there; other fields are of the first device.
     """
 
     worker: str = ""
@@ -51,12 +47,7 @@ class ReportedTask(TaskRun):
 class ReportedRefusal:
     """A task that failed before it had a device, for example because no worker has the device.
 
-    Parameters
-    ----------
-    key, prefix
-        Its key, and the common name of tasks of its kind.
-    reason, worker
-        The error as text, and its worker's address.
+    ``prefix`` is the common name of tasks of its kind, ``reason`` the error as text.
     """
 
     key: Hashable
@@ -96,6 +87,10 @@ class Report(list[ReportedTask]):
         Whether each worker runs the plugin, by its address.
     silent
         The reason why a worker did not answer, by its address. The other attributes lack it.
+    waiting
+        The number of tasks that no worker has yet, because all have enough or none is suitable.
+    failures
+        The latest failures of devices, each as a text, also of workers that left.
     """
 
     tasks: InitVar[Sequence[ReportedTask]] = ()
@@ -106,6 +101,8 @@ class Report(list[ReportedTask]):
     transfers: Sequence[ReportedTransfer] = field(default_factory=list)
     without_device: Sequence[ReportedTask] = field(default_factory=list)
     hosted: int = 0
+    waiting: int = 0
+    failures: Sequence[str] = ()
 
     def __post_init__(self, tasks: Sequence[ReportedTask]) -> None:
         super().__init__(tasks)
@@ -173,6 +170,7 @@ async def _report(client: Client) -> Report:
     tasks = [task for w, one in found for task in _tasks(one["runs"], w)]
     tasks.sort(key=lambda task: task.start or 0.0)
     transfers = [(w, known(Transfer, row)) for w, one in found for row in one["transfers"]]
+    waiting, failures = await client.run_on_scheduler(_of_scheduler)
     return Report(
         [task for task in tasks if task.uuid is not None],
         live.device_rows((w, one["name"], one["devices"]) for w, one in found),
@@ -182,7 +180,16 @@ async def _report(client: Client) -> Report:
         [ReportedTransfer(**row, worker=w) for w, row in transfers],
         without_device=[task for task in tasks if task.uuid is None],
         hosted=sum(one["without_device"] for _, one in found),
+        waiting=waiting,
+        failures=failures,
     )
+
+
+def _of_scheduler(dask_scheduler: Scheduler) -> tuple[int, list[str]]:
+    history = DeviceHistory.of(dask_scheduler)
+    incidents = () if history is None else (row for _, row in history.rows().rows)
+    failures = [one.text for one in incidents if isinstance(one, Incident) and one.what == ACTION]
+    return len(dask_scheduler.queued) + len(dask_scheduler.unrunnable), failures
 
 
 def _tasks(rows: Sequence[Sequence[Any]], worker: str) -> list[ReportedTask]:
@@ -218,6 +225,8 @@ def _table(report: Report) -> tuple[Sequence[str], list[list[object]]]:
 
 def _below(report: Report) -> Iterator[str]:
     """Yield the lines below the table."""
+    if report.waiting:
+        yield f"on no worker yet: {counted(report.waiting, 'task')}"
     if report.hosted:
         yield f"tasks without a device: {report.hosted}"
     yield from _moved(report)
@@ -241,6 +250,9 @@ def _below(report: Report) -> Iterator[str]:
         yield f"with the plugin and without devices: {', '.join(bare)}"
     failed = Counter(task.prefix for task in report if task.outcome == "error").most_common(_MOST)
     yield from (f"failed: {n} of {prefix}" for prefix, n in failed)
+    if report.failures:
+        last = report.failures[-1].partition(". ")[0]
+        yield f"failures of devices: {len(report.failures)}, the last: {last}"
     if total.out_of_memory:
         yield f"ran out of memory: {counted(total.out_of_memory, 'time')}, retries included"
     refused = Counter((task.prefix, task.reason) for task in report.refused).most_common()

@@ -182,6 +182,9 @@ def takes_options(cls: Class) -> Class:
 
 # By the beginning of the names of dask-cuda's arguments.
 _INSTEAD: Final = {
+    **dict.fromkeys(
+        ("n_gpus", "num_gpus", "ngpus", "gpus"), "Write devices=[0, 1], or leave it out"
+    ),
     "CUDA_VISIBLE_DEVICES": "Write devices=[0, 1] for 0,1, or set it in the environment",
     "jit_unspill": "Leave it out: device_memory_limit spills values",
     "log_spilling": "Leave it out: the report and the page /devices show what is spilled",

@@ -42,21 +42,10 @@ class Visible(NamedTuple):
 
 
 def visible_devices(value: str | None, devices: Sequence[PhysicalDevice]) -> Visible:
-    """Return which of the machine's devices, given in ``CUDA_DEVICE_ORDER``, CUDA shows.
-
-    Entries are indices or UUIDs; the first entry decides which. A unique prefix of a UUID is
-    enough. The first entry that names no device hides itself and all entries after it. A device
-    that is named twice hides every device. A GPU in MIG mode is visible only through its
-    instances. A process uses at most one instance: where one is visible, nothing else is.
-
-    Examples
-    --------
-    >>> machine = [PhysicalDevice("GPU-aa"), PhysicalDevice("GPU-ab"), PhysicalDevice("GPU-b")]
-    >>> visible_devices("2,0", machine).uuids
-    ('GPU-b', 'GPU-aa')
-    >>> visible_devices("GPU-b,GPU-a", machine)
-    Visible(uuids=('GPU-b',), stopped_at='GPU-a', reason='several devices have this prefix')
-    """
+    """Return which of the machine's devices, given in ``CUDA_DEVICE_ORDER``, CUDA shows."""
+    # The first entry decides whether they are indices or UUIDs, of which a unique prefix is enough.
+    # One that names no device hides itself and all after it; a device named twice hides all. A GPU
+    # in MIG mode is visible only through its instances, and where one is, nothing else is.
     if value is None:
         return Visible(_unset(devices))
     resolve = _by_uuid if value.startswith(UUID_KINDS) else _by_index

@@ -32,10 +32,7 @@ _DISABLE_TIMING, _NON_BLOCKING, _ENABLE_PEER_ACCESS, _FOR_ALL_CONTEXTS = 2, 1, 1
 
 
 class WorkCalls:
-    """Checked calls for work; most of them act on the current context.
-
-    They spoil no graph that another thread captures, but those that say so.
-    """
+    """Checked calls for work; most act on the current context, few spoil others' captures."""
 
     def __init__(self, checked: Checked) -> None:
         # Events that are not used now, by the number of their context, and whether they are timed.
@@ -117,11 +114,7 @@ class WorkCalls:
     def copy_boxes_here(
         self, table: int, count: int, extent: tuple[int, int], stream: int, *, at_once: bool = False
     ) -> None:
-        """Enqueue copies within the device's memory, ``MOST`` in a launch of a kernel.
-
-        ``extent`` is the most bytes of a row and the most rows. The table has memory for further
-        ``MOST`` boxes. It is read before this returns.
-        """
+        """Enqueue copies within the device, ``MOST`` in a launch; the table has so many more."""
         with RelaxedCapture(self):  # the first launch loads the kernel
             for first in range(0, count, MOST):
                 n = min(MOST, count - first)
@@ -188,11 +181,8 @@ class WorkCalls:
         return ctypes.string_at(handle.getPtr(), IPC_HANDLE_NBYTES)
 
     def ipc_open(self, handle: bytes) -> int:
-        """Open another process's allocation in the current context; return its address.
-
-        The first opening takes milliseconds. Each further opening gives the same address. The
-        allocation must be closed in the same context, as often as it was opened.
-        """
+        """Open another process's allocation in the current context; return its address."""
+        # The first opening takes milliseconds. Each one has to be closed in the same context.
         import ctypes
 
         given = self.types.CUipcMemHandle()
@@ -214,10 +204,7 @@ class WorkCalls:
             self._value(self.driver.cuMemcpyAsync, target, source, nbytes, stream)
 
     def copy_out(self, host: int, source: int, nbytes: int, stream: int) -> None:
-        """Enqueue a copy from a device address to a host address.
-
-        In ordinary memory the call itself may wait for the copy; in page-locked memory it does not.
-        """
+        """Enqueue a copy from a device to the host; the call may wait but in page-locked memory."""
         self._value(self.driver.cuMemcpyDtoHAsync, host, source, nbytes, stream)
 
     def copy_in(self, target: int, host: int, nbytes: int, stream: int) -> None:

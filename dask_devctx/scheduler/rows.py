@@ -78,10 +78,6 @@ class Copy:
     values: int = 1
     timed: bool = True
 
-    # The old names of two fields.
-    target = property(attrgetter("destination"))
-    way = property(attrgetter("transport"))
-
     @property
     def rate(self) -> float | None:
         """The bytes in a second; None if it was not timed."""

@@ -27,20 +27,10 @@ from distributed import (
 )
 from distributed.utils_test import async_poll_for, poll_for
 
-from dask_devctx import (
-    Device,
-    DeviceFailedError,
-    DeviceNotFoundError,
-    DevicePlugin,
-)
+from dask_devctx import Device, DeviceFailedError, DeviceNotFoundError, DevicePlugin, report
 from dask_devctx.cuda.scope import open_scopes
 from tests.distributed.devices import started
-from tests.failures.conftest import (
-    failures,
-    leave_a_bad_kernel_running,
-    poison,
-    where_slowly,
-)
+from tests.failures.conftest import failures, leave_a_bad_kernel_running, poison, where_slowly
 
 
 def write_to_an_illegal_address(*inputs: Any) -> None:
@@ -90,6 +80,8 @@ def test_the_task_is_blamed_the_others_complete_and_the_worker_comes_back(apart:
     # What the failed process held was made again: nothing of it was handed on.
     assert before not in {pid for _, pid in results}
     assert worker_pid(apart) != before
+    said = " ".join(str(report(apart)).split())
+    assert f"the last: {error.device} ({error.uuid}) failed with CUDA_ERROR_ILLEGAL" in said
 
 
 @pytest.mark.parametrize("apart", [{"devices": [0], "synchronize": True}], indirect=True)

@@ -12,8 +12,6 @@ from typing import Any
 
 from cuda.bindings import driver as types
 
-from dask_devctx.errors import nearest
-
 Status = types.CUresult
 
 # The calls that need a working device. They report a sticky error; calls that only ask for the
@@ -42,13 +40,7 @@ class _Fault:
 
 
 class Faults:
-    """Injects faults into driver functions, and counts their calls.
-
-    Attributes
-    ----------
-    calls
-        How often each driver function was called, by its C name.
-    """
+    """Injects faults into driver functions, and counts their calls by the C names."""
 
     def __init__(self, driver: type) -> None:
         self._driver = driver
@@ -58,47 +50,14 @@ class Faults:
         self._sticky_at = 0.0
 
     def inject(
-        self,
-        function: str,
-        status: Any,
-        *,
-        times: int = 1,
-        when: Callable[..., bool] | None = None,
+        self, function: str, status: Any, *, times: int = 1, when: Callable[..., bool] | None = None
     ) -> None:
-        """Make the next ``times`` calls of a driver function fail.
-
-        Parameters
-        ----------
-        function
-            Its C name.
-        status
-            The ``CUresult`` that it returns instead.
-        when
-            A function of the call's arguments that returns whether this call fails. By default
-            every call does.
-
-        Raises
-        ------
-        ValueError
-            The simulated driver has no such function.
-        """
-        if not hasattr(self._driver, function):
-            known = [name for name in dir(self._driver) if name.startswith("cu")]
-            near = nearest(function, known) or ", ".join(known)
-            raise ValueError(f"the simulated driver has no {function!r}; it has {near}")
+        """Make the next ``times`` calls of a driver function, ``when`` of their arguments, fail."""
+        getattr(self._driver, function)  # raises for a name that it does not have
         self._planned.append(_Fault(function, status, times, when))
 
     def poison(self, status: Any, *, after_s: float = 0.0) -> None:
-        """Leave a sticky error: from then on the whole process's work fails with ``status``.
-
-        Parameters
-        ----------
-        status
-            The ``CUresult``.
-        after_s
-            How long the kernel that leaves the error still runs. Until then no event is reached,
-            and calls that wait for the device wait for the kernel.
-        """
+        """Leave a sticky error when the kernel that leaves it ends, from ``after_s`` on."""
         self._sticky_at = time.monotonic() + after_s
         self._sticky = status
 

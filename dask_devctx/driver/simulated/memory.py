@@ -88,11 +88,7 @@ class Block:
         self._address = 0 if contents is None else _address(contents)
 
     def lend(self, array: Any) -> None:
-        """Use a NumPy array's memory as the contents, for as long as the block lives.
-
-        This is not a CUDA function. It is for libraries whose arrays on simulated devices compute
-        in host memory. As on real devices, memory of a library's own allocator cannot be exported.
-        """
+        """Use a NumPy array's memory as the contents; as a library's own, it is not exported."""
         self._keep, self._lent = array, True
 
     def host_address(self, address: int) -> int:

@@ -233,10 +233,7 @@ class SimulatedStreams(SimulatedContexts):
         self._captures.check_stream(found)
 
     def _give(self, stream: Any, work: Callable[[], bool]) -> None:
-        """Do a stream's work at once, or not at all while the stream is captured.
-
-        The work returns False where an argument is wrong.
-        """
+        """Do a stream's work, unless the stream is captured; it is False for a wrong argument."""
         found = self._stream(stream)
         self._captures.check_stream(found)
         if found.capture is None and not work():

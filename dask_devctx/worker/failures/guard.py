@@ -146,6 +146,9 @@ class Guard(Call):
                     if outcome is None:
                         await self._do(rejoin_if_seceded)
                         continue
+                if outcome is raised and isinstance(outcome, Exception):
+                    where = ", ".join(map(str, self.devices))
+                    outcome.add_note(f"{key!r} ran on {where} of {monitor.worker.address}")
                 if outcome is not raised:
                     outcome.__context__ = None  # its cause says the same, and is sent to the client
                 return None, outcome

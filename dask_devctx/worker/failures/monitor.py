@@ -50,7 +50,7 @@ class Monitor:
         self.synchronize = synchronize
         self.calls = Calls()
         self._devices = tuple(devices)
-        self._worker = worker
+        self.worker = worker
         self._lock = threading.Lock()
         self._looking = PeriodicCallback(self._look_at_used, _LOOK_INTERVAL_MS)
         self._looking.start()
@@ -96,7 +96,7 @@ class Monitor:
             if self.failure is None:
                 failure = self._decided(device, found, call, began)
                 # First, so that tasks are marked before they run again.
-                begin_the_end(self._worker, failure, self.answered)
+                begin_the_end(self.worker, failure, self.answered)
                 self.failure = failure
         return self.failure.error_of(call and call.key) or Reschedule()
 

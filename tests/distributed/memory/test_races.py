@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +15,7 @@ from cuda.bindings.driver import CUresult
 from distributed import Client, Future, wait
 from distributed.utils_test import poll_for
 
-from dask_devctx import Device, DevicePlugin, SimulatedArray, driver
+from dask_devctx import Device, SimulatedArray, driver
 from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.errors import DeviceMemoryError
 from dask_devctx.worker.values.value import Value
@@ -106,47 +105,6 @@ def test_a_value_that_was_released_comes_back_under_a_key_that_has_another_value
         memory.unpin([kept])
         with dask.annotate(device=0):
             assert client.submit(total, second, pure=False).result() == 2 * 16384
-
-
-@pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "comes back"])
-def test_a_plugin_is_replaced_while_a_value_moves(leaves: bool) -> None:
-    """The value was counted in the books of the plugin before."""
-    with one_value() as (client, made, memory, worker, kept):
-        memory.spill_all(Device(0))
-        poll_for(lambda: made.key in worker.data.raw, timeout=10)
-        if leaves:
-            memory.read(kept)
-            memory.drop_host_forms(MIB)
-        begun, go_on = threading.Event(), threading.Event()
-
-        def hold(*args: object) -> bool:
-            begun.set()
-            go_on.wait(10)
-            return False
-
-        def move(value: Value) -> None:
-            if leaves:
-                memory.spill_all(Device(0))
-            else:
-                memory.read(value)
-
-        copy = "cuMemcpyDtoHAsync" if leaves else "cuMemcpyHtoDAsync"
-        driver.backend().machine.faults.inject(copy, None, when=hold)
-        moving = threading.Thread(target=move, args=[kept])
-        moving.start()
-        assert begun.wait(10)
-        client.register_plugin(DevicePlugin())
-        now = memory_of(client)
-        assert now is not memory
-        go_on.set()
-        moving.join()
-        assert client.submit(total, made, pure=False).result() == 16384
-        assert now.counts(Device(0))["held"] == 16384 * 8
-        assert now.counts(Device(0))["spilled"] == 0
-        made.release()
-        poll_for(lambda: made.key not in worker.data, timeout=10)
-        del kept
-        assert used(now) == now.counts(Device(0))["spilled"] == 0
 
 
 steps: list[object] = []

@@ -52,7 +52,9 @@ def run_some(client: Client) -> dict[str, int]:
         ran.update(dict.fromkeys([future.key for future in futures], ordinal))
         assert client.gather(futures) == [ordinal] * 6
     with dask.annotate(device=3):
-        assert isinstance(client.submit(fail, key="fail-1").exception(), ZeroDivisionError)
+        error = client.submit(fail, key="fail-1").exception()
+    assert isinstance(error, ZeroDivisionError)
+    assert error.__notes__[0].startswith("'fail-1' ran on cuda:3 of inproc://")
     return ran
 
 
@@ -66,6 +68,10 @@ def test_what_waits_and_what_runs(client: Client, cluster: LocalDeviceCluster) -
         return row.running, row.queued, row.done
 
     poll_for(lambda: counted() == (2, 3, 0), timeout=10)
+    many = client.map(nap, [0] * 200, workers=["nobody"], pure=False)
+    poll_for(lambda: report(client).waiting == 200, timeout=10)
+    assert "on no worker yet: 200 tasks" in str(report(client))
+    client.cancel(many)
     go.set()
     client.gather(futures)
     assert counted() == (0, 0, 5)
