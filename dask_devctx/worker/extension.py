@@ -30,6 +30,7 @@ from dask_devctx.transfer.traffic import TrafficCounts
 from dask_devctx.worker.actors import DeviceActors
 from dask_devctx.worker.allocators import allocating
 from dask_devctx.worker.comms import landing_on
+from dask_devctx.worker.execute import Runs
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.oom_retries import Retries
 from dask_devctx.worker.metrics.history import History
@@ -42,7 +43,6 @@ from dask_devctx.worker.placement.balance import giving_back
 from dask_devctx.worker.placement.placement import Placement
 from dask_devctx.worker.placement.policy import start_soonest
 from dask_devctx.worker.rechunks import Rechunks
-from dask_devctx.worker.runs import Runs
 from dask_devctx.worker.threads.executors import device_threads, threads_without_a_device
 from dask_devctx.worker.threads.garbage import short_collections
 from dask_devctx.worker.values.accounting import limit_nbytes

@@ -22,7 +22,7 @@ from dask_devctx.worker.values.use import Use
 from dask_devctx.worker.values.value import Value
 
 if TYPE_CHECKING:
-    from dask_devctx.worker.runs import Runs
+    from dask_devctx.worker.execute import Runs
 
 # NVTX ranges have the keys of tasks; Nsight Systems shows them on the devices' threads.
 _DOMAIN: Final = "dask"
