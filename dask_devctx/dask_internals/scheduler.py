@@ -21,7 +21,6 @@ from dask_devctx.dask_internals.worker import replaced
 # tasks dask sends it ahead. If it is small, threads wait for the scheduler; if it is large, results
 # pile up before they are used.
 LOOK_AHEAD: Final = 8
-
 # The message to a worker with late tasks that another one is idle.
 SOME_IDLE: Final = "devctx-some-idle"
 
@@ -112,9 +111,9 @@ def threads_beyond(scheduler: Scheduler, slots: Mapping[str, int]) -> int:
 
 
 def comparing_slots(scheduler: Scheduler, cluster: Any) -> AbstractContextManager[None]:
-    """While it is open, tasks with a common input are spread if they are more than a few a slot.
+    """While it is open, dask compares a group of tasks with inputs with the slots, not the threads.
 
-    dask compares them with twice the threads; fewer go where their input is.
+    It spreads a group of more than twice as many; a smaller one goes where its input is.
     """
 
     def is_rootish(ts: Any) -> bool:

@@ -87,7 +87,7 @@ class Cluster:
     left: dict[str, tuple[WorkerDevices, float]] = field(default_factory=dict)
     # The workers that have not announced their devices yet, with the time of joining.
     unheard: dict[str, float] = field(default_factory=dict)
-    late: set[str] = field(default_factory=set)  # the workers that gave late tasks back
+    late: set[str] = field(default_factory=set)  # the workers that told of late tasks
     ahead: int = 0  # how many tasks the workers get beside those that their devices run
     _early: dict[str, WorkerDevices] = field(default_factory=dict)
 
