@@ -137,7 +137,7 @@ async def _prepared(
         there = await asyncio.to_thread(_in_host_memory, local, asking, data, places, work)
         msg = {**msg, "data": data | there}
     for device, nbytes in (one for each in places.values() for one in each.items()):
-        if who:  # a worker
+        if who and nbytes:  # a worker; torch's tensors in host memory have none on a device
             why = reason if by_dask == "host" else None
             local.traffic.sent(device.uuid, who, by_dask, nbytes, why)
     return msg, None

@@ -388,6 +388,9 @@ def test_it_can_be_switched_off() -> None:
         for value, seen, expected in KINDS:
             assert peers.send(client, value, seen, workers) == expected, "as by IPC"
         assert is_tied(client.submit(tied).result(timeout=30)) == KINDS[1][2], "at the client, too"
+        before = peers.ways(client)
+        assert peers.send(client, SimulatedArray((0,)).copy, len, workers) == 0
+        assert peers.ways(client) == before, "no bytes of a device moved"
 
 
 # -- staging memory
