@@ -467,7 +467,7 @@ def run(arguments: argparse.Namespace) -> bool:
         grown = statistics.linear_regression(*zip(*half, strict=True)).slope
         tasks = half[-1][0] - half[0][0]
         print(f"{name} grew by {grown:.0f} bytes a task")
-        well = well and grown * tasks <= max(arguments.growth * tasks, 2**23)
+        well = well and grown * tasks <= max(1024 * tasks, 2**23)
     return well
 
 
@@ -500,7 +500,6 @@ def main(given: list[str]) -> int:
     parser.add_argument("--faults", type=float, default=1.0, help="times the usual number")
     parser.add_argument("--guilty", type=float, default=0.1, help="such tasks in a batch")
     parser.add_argument("--patience", type=float, default=240.0, metavar="SECONDS")
-    parser.add_argument("--growth", type=int, default=1024, help="bytes a task, without faults")
     arguments = parser.parse_args(given)
     # It warns of each result that is lost with a worker, and the scheduler makes them all again.
     logging.getLogger("distributed.client").setLevel(logging.CRITICAL)

@@ -226,6 +226,9 @@ class WatchedCluster(LocalCluster):  # type: ignore[misc]
         await self._scheduler_runs()
 
     async def _correct_state_internal(self) -> None:
+        closed = [n for n, one in self.workers.items() if one.status is Status.closed]
+        for name in closed:  # dask counts them as there, such as the nanny of a retired worker
+            del self.workers[name]
         with self._scaling():
             await super()._correct_state_internal()
 

@@ -177,7 +177,7 @@ class DeviceExtension:
         if nthreads < 2 * at_once:
             workers_log.warning(
                 "%s: With nthreads=%s, dask gives this worker too few tasks to keep its devices "
-                "busy. It needs %s; leave threads_per_worker, or --nthreads, out",
+                "busy. Set threads_per_worker, or --nthreads, to %s, as LocalDeviceCluster does",
                 *(worker.address, nthreads, enough),
             )
 

@@ -251,7 +251,7 @@ def test_too_few_threads_are_told_once(nthreads: int, told: bool) -> None:
         await client.register_plugin(DevicePlugin())
         for i in range(3):
             await client.submit(here, i)
-        advice = "It needs 32;"
+        advice = "--nthreads, to 32,"
         logs = await client.get_worker_logs()
         assert sum(advice in line for _, line in logs[worker.address]) == told
         # Users read the events of their own topics, and of dask's.

@@ -29,7 +29,8 @@ NOT_STARTED = (
 )
 _WAY_OUT = (
     "Worker {!r} continues without devices: tasks that ask for a device fail there with this "
-    "error. But dask keeps the plugin, and gives it to workers that join later. Remove it with "
+    "error, and all others run without one, where libraries use the first GPU. But dask keeps the "
+    "plugin, and gives it to workers that join later. Remove it with "
     'client.unregister_worker_plugin("devctx"), or register it again when the cause is mended, or '
     "with devices that exist: client.register_plugin(DevicePlugin(devices=[...]))"
 )

@@ -14,7 +14,7 @@ from typing import Any
 import dask
 import psutil
 import pytest
-from distributed import Client, Worker
+from distributed import Client, Status, Worker
 from distributed.utils_test import poll_for
 
 from dask_devctx import (
@@ -134,6 +134,10 @@ def test_scaling() -> None:
     with started(n_workers=1, devices_per_worker=1) as client:
         cluster: Any = client.cluster
         assert ordinals(cluster) == [[0]]
+        cluster.scale(4)
+        client.wait_for_workers(4, timeout=10)
+        client.retire_workers([cluster.workers[0].address])
+        poll_for(lambda: cluster.workers[0].status is Status.closed, timeout=10)
         cluster.scale(4)
         client.wait_for_workers(4, timeout=10)
         with dask.annotate(device=3):  # before the last has said what it has, maybe

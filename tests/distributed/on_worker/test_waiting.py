@@ -147,14 +147,11 @@ def test_late_tasks_run_on_idle_devices(n_workers: int) -> None:
         assert named.result() == Long.device
 
 
-def wait_for(event: str) -> None:
-    Event(event).wait()
-
-
 def test_late_tasks_move_as_soon_as_a_device_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(balance, "_AGAIN_S", 60.0)
     with started(n_workers=4) as client:
-        long = client.map(wait_for, ["others", "one", "others", "others"], pure=False)
+        names = ["others", "one", "others", "others"]
+        long = client.map(lambda one: Event(one).wait(), names, pure=False)
         found = client.map(here, range(24), pure=False)
         time.sleep(0.5)  # all of them are late, and no device is idle
         Event("one", client).set()
