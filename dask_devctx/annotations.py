@@ -17,7 +17,7 @@ from dask.utils import parse_bytes
 
 from dask_devctx.cuda import naming
 from dask_devctx.cuda.naming import ACCEPTED, AUTO, CURRENT, NO_DEVICE
-from dask_devctx.errors import nearest
+from dask_devctx.errors import COUNTS_OF_GPUS, nearest
 
 DEVICE: Final = "device"
 DEVICES: Final = "devices"
@@ -260,7 +260,7 @@ def had_all_runs(run: int, most: int) -> str:
 # Annotations that seem to be ours, but mean nothing to this package and dask, with the right one.
 _MISTAKEN: Final = {
     **dict.fromkeys(("device", "cuda", "gpu", "device_id", "gpu_id", "cuda_device"), DEVICE),
-    **dict.fromkeys(("devices", "gpus", "num_devices", "num_gpus", "n_gpus", "ngpus"), DEVICES),
+    **dict.fromkeys(("devices", "num_devices", *COUNTS_OF_GPUS), DEVICES),
     **dict.fromkeys(("device_fraction", "share"), SHARE),
     **dict.fromkeys(("device_mem", "device_memory_limit", "gpu_memory"), MEMORY),
 }

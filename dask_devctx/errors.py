@@ -83,6 +83,9 @@ def _plain(value: Any) -> Any:
 
 # -- names that are mistyped
 
+# What people call the number of GPUs: an annotation or an option of others.
+COUNTS_OF_GPUS: Final = ("gpus", "num_gpus", "n_gpus", "ngpus")
+
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the known name that is the most like another one; "" if none is like it."""

@@ -36,7 +36,7 @@ from dask_devctx.config.checks import (
     whole_number,
 )
 from dask_devctx.cuda import discovery
-from dask_devctx.errors import nearest
+from dask_devctx.errors import COUNTS_OF_GPUS, nearest
 
 
 def fair_memory(n_devices: int) -> int:
@@ -182,9 +182,7 @@ def takes_options(cls: Class) -> Class:
 
 # By the beginning of the names of dask-cuda's arguments.
 _INSTEAD: Final = {
-    **dict.fromkeys(
-        ("n_gpus", "num_gpus", "ngpus", "gpus"), "Write devices=[0, 1], or leave it out"
-    ),
+    **dict.fromkeys(COUNTS_OF_GPUS, "Write devices=[0, 1], or leave it out"),
     "CUDA_VISIBLE_DEVICES": "Write devices=[0, 1] for 0,1, or set it in the environment",
     "jit_unspill": "Leave it out: device_memory_limit spills values",
     "log_spilling": "Leave it out: the report and the page /devices show what is spilled",

@@ -136,12 +136,9 @@ def moved_to_idle(
     scheduler: Scheduler, cluster: Any, address: str, keys: Sequence[Hashable]
 ) -> list[Hashable]:
     """Send a part of a worker's tasks to idle workers, once it gives them back; return the keys."""
-    workers, busy = scheduler.workers, scheduler.workers.get(address)
-    idle = [
-        one
-        for one, n in cluster.slots.items()
-        if one in workers and len(workers[one].processing) - len(workers[one].long_running) < n
-    ]
+    busy = scheduler.workers.get(address)
+    found = ((scheduler.workers.get(one), n) for one, n in cluster.slots.items())
+    idle = [ws for ws, n in found if ws and len(ws.processing) - len(ws.long_running) < n]
     most, moved = part_for_idle(len(keys), len(idle)), list[Hashable]()
     for key in keys:
         if len(moved) == most:
@@ -149,7 +146,7 @@ def moved_to_idle(
         ts = scheduler.tasks.get(key)
         if ts is None or busy is None or ts.processing_on is not busy:
             continue
-        ws = workers[idle[len(moved) % len(idle)]]
+        ws = idle[len(moved) % len(idle)]
         # To another machine, its inputs may take longer than it waits here.
         far = ws.host != busy.host and scheduler.get_comm_cost(ts, ws) > busy.occupancy
         if not (far or ts.worker_restrictions or ts.host_restrictions or ts.resource_restrictions):
@@ -160,7 +157,7 @@ def moved_to_idle(
 
 
 def tell_late(scheduler: Scheduler, cluster: Any, address: str | None) -> None:
-    """If a worker is idle, tell the busiest one that had late tasks."""
+    """If a worker has nothing to do, tell the busiest one that had late tasks."""
     ws = scheduler.workers.get(address)
     if ws is None or ws.processing or address not in cluster.present:
         return

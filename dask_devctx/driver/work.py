@@ -32,7 +32,7 @@ _DISABLE_TIMING, _NON_BLOCKING, _ENABLE_PEER_ACCESS, _FOR_ALL_CONTEXTS = 2, 1, 1
 
 
 class WorkCalls:
-    """Checked calls for work; most act on the current context, few spoil others' captures."""
+    """Checked calls for work, most of them in the current context; few spoil a capture."""
 
     def __init__(self, checked: Checked) -> None:
         # Events that are not used now, by the number of their context, and whether they are timed.
@@ -114,7 +114,8 @@ class WorkCalls:
     def copy_boxes_here(
         self, table: int, count: int, extent: tuple[int, int], stream: int, *, at_once: bool = False
     ) -> None:
-        """Enqueue copies within the device, ``MOST`` in a launch; the table has so many more."""
+        """Enqueue copies of at most ``extent`` bytes and rows, ``MOST`` boxes in a launch."""
+        # The table has memory for further `MOST` boxes, and is read before this returns.
         with RelaxedCapture(self):  # the first launch loads the kernel
             for first in range(0, count, MOST):
                 n = min(MOST, count - first)
@@ -204,7 +205,7 @@ class WorkCalls:
             self._value(self.driver.cuMemcpyAsync, target, source, nbytes, stream)
 
     def copy_out(self, host: int, source: int, nbytes: int, stream: int) -> None:
-        """Enqueue a copy from a device to the host; the call may wait but in page-locked memory."""
+        """Enqueue a copy from a device to the host; without page-locked memory, this may wait."""
         self._value(self.driver.cuMemcpyDtoHAsync, host, source, nbytes, stream)
 
     def copy_in(self, target: int, host: int, nbytes: int, stream: int) -> None:

@@ -230,7 +230,8 @@ async def test_a_group_with_an_input_is_compared_with_the_slots(
     for n in (most, most + 1):
         futures = [client.submit(max, one, 0, *given, key=(f"of {n}", one)) for one in range(n)]
         await wait(futures)
-        assert scheduler.is_rootish(scheduler.tasks[futures[0].key]) == (n > most)
+        found = scheduler.is_rootish(scheduler.tasks[futures[0].key])
+        assert (found, scheduler.total_nthreads) == (n > most, 8)
 
 
 @on_cluster(8, 8)

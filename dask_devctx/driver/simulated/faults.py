@@ -57,7 +57,7 @@ class Faults:
         self._planned.append(_Fault(function, status, times, when))
 
     def poison(self, status: Any, *, after_s: float = 0.0) -> None:
-        """Leave a sticky error when the kernel that leaves it ends, from ``after_s`` on."""
+        """Leave a sticky error at the end of a kernel that runs for ``after_s`` seconds."""
         self._sticky_at = time.monotonic() + after_s
         self._sticky = status
 

@@ -88,7 +88,7 @@ class Block:
         self._address = 0 if contents is None else _address(contents)
 
     def lend(self, array: Any) -> None:
-        """Use a NumPy array's memory as the contents; as a library's own, it is not exported."""
+        """Use a NumPy array's memory as the contents, which then cannot be exported."""
         self._keep, self._lent = array, True
 
     def host_address(self, address: int) -> int:

@@ -233,7 +233,7 @@ class SimulatedStreams(SimulatedContexts):
         self._captures.check_stream(found)
 
     def _give(self, stream: Any, work: Callable[[], bool]) -> None:
-        """Do a stream's work, unless the stream is captured; it is False for a wrong argument."""
+        """Do a stream's work unless the stream is captured; refuse work that returns False."""
         found = self._stream(stream)
         self._captures.check_stream(found)
         if found.capture is None and not work():

@@ -11,7 +11,7 @@ from typing import Any
 
 # The driver aligns its own allocations like this.
 ALIGNMENT = 256
-# A transfer is staged in pieces of so many bytes: the next one while the one before is read.
+# A transfer has pieces of so many bytes: one is staged while the receiver reads the one before.
 PIECE = 2**29
 
 

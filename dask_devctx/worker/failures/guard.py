@@ -146,11 +146,11 @@ class Guard(Call):
                     if outcome is None:
                         await self._do(rejoin_if_seceded)
                         continue
-                if outcome is raised and isinstance(outcome, Exception):
-                    where = ", ".join(map(str, self.devices))
-                    outcome.add_note(f"{key!r} ran on {where} of {monitor.worker.address}")
                 if outcome is not raised:
                     outcome.__context__ = None  # its cause says the same, and is sent to the client
+                elif isinstance(outcome, Exception):
+                    where = ", ".join(map(str, self.devices))
+                    outcome.add_note(f"{key!r} ran on {where} of {monitor.worker.address}")
                 return None, outcome
         finally:
             del outcome, raised, result  # a traceback holds this frame: make no cycle

@@ -44,16 +44,17 @@ def giving_back(worker: Worker, admission: Admission) -> Iterator[None]:
 
     async def look() -> None:
         nonlocal ask_at
-        every = admission.late(perf_counter() - _LATE_S)
+        every = admission.late((now := perf_counter()) - _LATE_S)
         # Where the barrier of a P2P rechunk is scheduled again, dask ends the rechunk.
         late = {one.key: one for one in every if not is_barrier(one.key)}
         idle = sum(not one.tasks for one in admission.states.values())
         keys = [*late][: part_for_idle(len(late), idle)]
-        if late and not keys and (now := perf_counter()) >= ask_at:
+        if late and not keys and now >= ask_at:
             ask_at = now + _AGAIN_S
             with suppress(Exception):  # it is asked again
                 keys = await registration.tell(worker, LATE, keys=[*late][:_MOST])
-            ask_at = 0.0 if keys else ask_at
+            if keys:
+                ask_at = 0.0
         for key in keys:
             if admission.take_back(claim := late[key]):
                 claim.call.future.cancel()  # the task is scheduled again

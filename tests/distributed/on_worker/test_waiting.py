@@ -150,14 +150,13 @@ def test_late_tasks_run_on_idle_devices(n_workers: int) -> None:
 def test_late_tasks_move_as_soon_as_a_device_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(balance, "_AGAIN_S", 60.0)
     with started(n_workers=4) as client:
-        names = ["others", "one", "others", "others"]
-        long = client.map(lambda one: Event(one).wait(), names, pure=False)
+        long = client.map(lambda one: Event(one).wait(), [*"babb"], pure=False)
         found = client.map(here, range(24), pure=False)
         time.sleep(0.5)  # all of them are late, and no device is idle
-        Event("one", client).set()
+        Event("a", client).set()
         assert len(client.gather(found)) == 24
         assert [one.done() for one in long] == [False, True, False, False]
-        Event("others", client).set()
+        Event("b", client).set()
         client.gather(long)
 
 
