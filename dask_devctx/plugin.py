@@ -117,7 +117,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
 
         If this raises, a worker that joins leaves, where others hold its devices or in a
         ``LocalDeviceCluster``. Where the error is about its devices, any other worker continues
-        without them; else it is unchanged.
+        without them, and refuses tasks that name none if it had devices; else it is unchanged.
         """
         for name, other in worker.plugins.items():
             if isinstance(other, DevicePlugin) and other is not self:
@@ -157,7 +157,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             failure = error
         if failure is not None:
             share.release()
-            if not await registration.refuse(worker, failure, share.tell, leaves=self.is_required):
+            needed, had = self.is_required, bool(share.replaces)
+            if not await registration.refuse(worker, failure, share.tell, leaves=needed, had=had):
                 raise failure  # dask tells the client, and keeps the plugin
         elif self.extension is not None:
             self.extension.log_devices()
@@ -170,7 +171,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         if self.extension is not None:
             self.extension.close()
             self.extension = None
-        self.extension = DeviceExtension(worker, self.options, devices, failure)
+        had = self._share is not None and bool(self._share.replaces)
+        self.extension = DeviceExtension(worker, self.options, devices, failure, replaces=had)
         return self.extension.failure
 
     async def teardown(self, worker: Worker) -> None:

@@ -75,10 +75,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=[*_BACKENDS, _IN_C])
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    """The package's driver in this test: the simulated one, and the real one where there is a GPU.
-
-    The contexts that the test retained are released after it. None may be left current.
-    """
+    """The package's driver in this test; afterwards no context of the test's is left."""
     machine = SimulatedMachine(4, host="test")
     if request.param == "real":
         used = backends.real()
@@ -129,9 +126,8 @@ def start(function, *arguments):
 def child() -> Child:
     """Run a function in a fresh process: ``child(function, *arguments, env=…, check=True)``.
 
-    The process gets the function's source. So the function sees only its arguments, ``make``,
-    ``ok``, ``names``, ``types``, the functions of ``beside=``, and ``start(function, *arguments)``,
-    which runs one of these in another process and returns it, with pipes.
+    It sees its arguments, ``make``, ``ok``, ``names``, ``types``, the functions of ``beside=``,
+    and ``start(function, *arguments)``: that runs one of these in another process, with pipes.
     """
 
     def run(

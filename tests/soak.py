@@ -180,11 +180,7 @@ def carried(device: int) -> Callable[..., int]:
 
 
 def dask_setup(worker: Any) -> None:
-    """Let signals break the worker's devices while no task is guilty of it.
-
-    With the first one dask-devctx knows that the hardware failed; the second one looks like the
-    work of a task.
-    """
+    """Let signals break the worker's devices: as failed hardware, then as a task's work."""
     loop = worker.loop.asyncio_loop
 
     def soon(status: CUresult) -> None:

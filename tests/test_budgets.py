@@ -124,10 +124,7 @@ def count(frame: FrameType, event: str, arg: object) -> None:
 
 
 def _side(frame: FrameType | None) -> str:
-    """Return for whom the event loop runs: this is the scheduler's, the worker's and the client's.
-
-    The first function of dask's or of the scheduler's room tells.
-    """
+    """Return whose the loop's work is, by the first function of dask's or the scheduler's room."""
     while frame is not None:
         file = frame.f_code.co_filename
         if room_of(file) == "scheduler" or file.endswith("distributed/scheduler.py"):
@@ -209,8 +206,5 @@ async def test_calls(client: Any, scheduler: Any, worker: Any) -> None:
             assert found[kind][side] <= limit + 0.5, (kind, side, found)
 
 
-simulation, on_simulated_devices, lock_directory = (
-    on_devices.simulation,
-    on_devices.on_simulated_devices,
-    on_devices.lock_directory,
-)
+simulation, lock_directory = on_devices.simulation, on_devices.lock_directory
+on_simulated_devices = on_devices.on_simulated_devices

@@ -73,7 +73,7 @@ class Runs:
         self._pools = pools
         self.loop = worker.loop
         self._worker = worker
-        self._unannotated: Unannotated = "leave" if failure else options.unannotated
+        self._unannotated: Unannotated = options.unannotated
         self._failure = failure  # why the worker does not have the devices
         self.slot = self.admission.slot
         self._uuids = {device: device.uuid for device in placement.devices}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -53,7 +54,8 @@ class DeviceExtension:
     """While it is open, the tasks of one worker run on its devices.
 
     If ``failure`` is set, the worker does not have the devices, and continues without them: tasks
-    that ask for a device fail with this error, and all other tasks run as before.
+    that ask for a device fail with this error, and all others run as before; where the plugin
+    ``replaces`` one with devices, they fail too.
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class DeviceExtension:
         options: Options,
         own: tuple[Device, ...],
         failure: Exception | None = None,
+        *,
+        replaces: bool = False,
     ) -> None:
         self._worker = worker
         self.failure = failure
@@ -75,6 +79,8 @@ class DeviceExtension:
                 used = self._devices(steps, options, own)
             except Exception as error:
                 self.failure, used = self.failure or error, ()
+            if self.failure is not None and not replaces:
+                options = replace(options, unannotated="leave")
             self.admission = Admission(used, options.tasks_per_device, self.limits)
             self.placement = Placement(self.admission, options.policy or start_soonest)
             self.history = History(history, used, lambda: worker.scheduler_delay)

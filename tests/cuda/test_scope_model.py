@@ -98,10 +98,7 @@ class Scopes(RuleBasedStateMachine):
         return scope not in self.closed
 
     def leave(self, thread, error, synchronized=False):
-        """Leave the innermost scope, with or without an exception under way.
-
-        Which of a device's scopes it is, its own or the one that waits, does not matter.
-        """
+        """Leave the innermost scope, of whichever device, with or without an exception."""
         model = self.models[thread]
         scope, found = model.entries.pop()
         kind = None if error is None else type(error)

@@ -106,10 +106,9 @@ _WORKERS = ("worker", "one", "two", "other", "first", "second", "a", "b", "c")
 def on_cluster(
     *nthreads: int, plugin: dict[str, Any] | None = None, **how: Any
 ) -> Callable[[Any], Any]:
-    """A test on a cluster in this process, which is given what it names.
+    """A test on a cluster in this process, given ``client``, ``scheduler``, workers or fixtures.
 
-    That is ``client``, ``scheduler``, the workers in their order, and pytest's fixtures. A plugin
-    of some options is registered before; afterwards no thread of the workers has a current context.
+    A plugin of some options is registered before; afterwards no worker's thread has a context.
     """
 
     def decorate(test: Any) -> Any:
@@ -196,8 +195,5 @@ def worker_with(workers: Iterable[Worker], ordinal: int) -> Worker:
 
 
 def workers_of(client: Client) -> dict[str, Any]:
-    """The workers of a cluster, by address, as the scheduler knows them now.
-
-    ``client.scheduler_info()`` may lack them: dask refreshes what it returns without the workers.
-    """
+    """The workers of a cluster; `client.scheduler_info()` may lack them after a refresh."""
     return dict(client.sync(client.scheduler.identity, n_workers=-1)["workers"])

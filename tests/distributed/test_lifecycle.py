@@ -230,6 +230,21 @@ async def test_where_the_set_up_fails_tasks_that_ask_for_a_device_fail_with_the_
 
 
 @on_cluster(4)
+async def test_a_worker_that_loses_its_devices_runs_no_task_on_the_first_gpu(client: Any) -> None:
+    await client.register_plugin(DevicePlugin())
+    for _ in range(2):
+        with pytest.raises(DeviceNotFoundError, match="no device 7") as caught:
+            await client.register_plugin(DevicePlugin(devices=[0, 7]))
+        (note,) = caught.value.__notes__
+        assert "all others but those with device=None" in note
+        assert (await client.submit(here, pure=False).exception()).__notes__ == [note]
+        with dask.annotate(device=None):
+            assert await client.submit(here, pure=False) is None
+    await client.register_plugin(DevicePlugin())
+    assert await client.submit(here, pure=False) in range(4)
+
+
+@on_cluster(4)
 async def test_a_second_plugin_by_another_name_is_refused(client: Any, worker: Any) -> None:
     await client.register_plugin(DevicePlugin())
     with pytest.raises(ValueError, match="has a DevicePlugin already, by the name 'devctx'"):

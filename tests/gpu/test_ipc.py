@@ -104,10 +104,7 @@ extern "C" __global__ void slow(double* x, int n, double value, unsigned long lo
 
 
 def late(mark: float) -> Any:
-    """An array that is written long after the task has returned, in a stream of the task's own.
-
-    The legacy stream waits for it: it is a blocking one.
-    """
+    """An array written long after its task, in a blocking stream of the task's own."""
     import cupy
 
     x = cupy.zeros(1000)

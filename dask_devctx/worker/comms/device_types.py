@@ -28,11 +28,7 @@ _NUMBERS: Final = (int, float, complex, bool, type(None))
 
 
 def _find(kind: type) -> Reduce | None:
-    """Return the function that pickles a type without its memory on a device, or None.
-
-    There are functions for the arrays of CuPy, torch and JAX, and for every type that is registered
-    in distributed's ``cuda_serialize`` and ``cuda_deserialize``.
-    """
+    """Return the function that pickles a type without its memory on a device, or None."""
     if (library := _viewed(kind)) is not None:  # distributed's function would import Numba first
         return functools.partial(_dense, library)
     libraries = {base.__module__.partition(".")[0] for base in kind.__mro__}

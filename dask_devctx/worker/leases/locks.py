@@ -31,19 +31,18 @@ def take(device: Device, holder: str) -> ExitStack | None:
     None if another holder has it, or looks just now who has it. This raises :class:`DevctxError`
     where others could write, or where the directory is a link.
     """
-    fd = _opened(device)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    note = f"pid {os.getpid()} on {socket.gethostname()}, {holder}"
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, note.encode()[:_NOTE_NBYTES], 0)
-    lock = ExitStack()
-    lock.callback(os.close, fd)
-    lock.callback(fcntl.flock, fd, fcntl.LOCK_UN)  # first: a forked child may have the file open
-    return lock
+    with ExitStack() as lock:
+        fd = _opened(device)
+        lock.callback(os.close, fd)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        lock.callback(fcntl.flock, fd, fcntl.LOCK_UN)  # a forked child may have the file open
+        note = f"pid {os.getpid()} on {socket.gethostname()}, {holder}"
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, note.encode()[:_NOTE_NBYTES], 0)
+        return lock.pop_all()
 
 
 def held_devices(devices: Iterable[Device]) -> dict[Device, str]:
@@ -64,7 +63,7 @@ def held_devices(devices: Iterable[Device]) -> dict[Device, str]:
 def directory() -> Path:
     """Return the directory of this user's locks, by default ``/tmp/dask-devctx-<uid>``."""
     if configured := config.get("lock-directory"):
-        return Path(configured)
+        return Path(configured).expanduser()
     # It depends only on the user: processes with different directories do not exclude each other.
     # Under many batch systems, each job has its own TMPDIR. XDG_RUNTIME_DIR is set in a login
     # session but not in a service. systemd-tmpfiles does not delete locked files.

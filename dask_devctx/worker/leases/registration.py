@@ -29,11 +29,12 @@ NOT_STARTED = (
 )
 _WAY_OUT = (
     "Worker {!r} continues without devices: tasks that ask for a device fail there with this "
-    "error, and all others run without one, where libraries use the first GPU. But dask keeps the "
+    "error, and {}. But dask keeps the "
     "plugin, and gives it to workers that join later. Remove it with "
     'client.unregister_worker_plugin("devctx"), or register it again when the cause is mended, or '
     "with devices that exist: client.register_plugin(DevicePlugin(devices=[...]))"
 )
+_ON_FIRST = "all others run without one, where libraries use the first GPU"
 # The longest text of an error that goes to the scheduler.
 _TEXT = 2_000
 # Sends a message about a worker's devices: `DeviceShare.tell`.
@@ -63,11 +64,12 @@ async def _no_devices(tell: Tell, used: Mapping[str, int] | None) -> None:
         await tell(ANNOUNCE, seen=[], used=used)
 
 
-async def refuse(worker: Worker, error: Exception, tell: Tell, *, leaves: bool) -> bool:
+async def refuse(worker: Worker, error: Exception, tell: Tell, *, leaves: bool, had: bool) -> bool:
     """Tell the scheduler that a worker has no devices; return whether the worker leaves for that.
 
     A worker that joins leaves if other workers hold its devices: it would run tasks on these. With
-    ``leaves``, it leaves with any error. A worker that stays gets a note with the remedy.
+    ``leaves``, it leaves with any error. A worker that stays gets a note with the remedy; ``had``:
+    it had devices before, and no task may use the first GPU unseen.
     """
     if worker.status not in (Status.running, Status.paused):
         error.add_note(NOT_STARTED)  # the error ends the start
@@ -75,7 +77,8 @@ async def refuse(worker: Worker, error: Exception, tell: Tell, *, leaves: bool) 
     in_use = isinstance(error, DevicesInUseError)
     leaves = is_joining(worker) and (leaves or in_use)
     if not leaves:
-        error.add_note(_WAY_OUT.format(worker.name))
+        others = "so do all others but those with device=None" if had else _ON_FIRST
+        error.add_note(_WAY_OUT.format(worker.name, others))
         await _no_devices(tell, {})
         return False
     told: Exception = error

@@ -44,11 +44,13 @@ class DeviceShare:
         self._of_cluster = f" of {worker.scheduler.address}"
         self._locks: dict[Device, ExitStack] = {}
         self._is_released = False
+        self.replaces: tuple[Device, ...] = ()  # the devices that the worker had before
         _newest[worker] = weakref.ref(self)
 
     def at_once(self) -> tuple[Device, ...]:
         """Take the devices of the plugin that this one replaces: its tasks keep them meanwhile."""
         before, count = _before.pop(self._worker, ()), self._count
+        self.replaces = before
         with suppress(Exception):  # `settle` raises it
             again = [device for device in self._found() if device in before]
             if len(again) >= (count or 1):
@@ -103,7 +105,7 @@ class DeviceShare:
     def release(self) -> None:
         """Release the devices for good."""
         self._is_released = True
-        _before[self._worker] = tuple(self._locks)
+        _before[self._worker] = tuple(self._locks) or self.replaces
         self._give_up(self._locks)
 
     def _take(self, devices: Iterable[Device]) -> dict[Device, str]:

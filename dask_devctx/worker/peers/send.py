@@ -262,10 +262,7 @@ def _message(msg: Message, sending: Sending, parcels: Parcels) -> Message:
 
 
 def _on_devices(data: Mapping[Hashable, Any], devices: Sequence[Device], store: Store) -> Places:
-    """Return the values of an answer that are on devices, each with its bytes by device.
-
-    Values in host memory that belong on a device count as there.
-    """
+    """Return the values of an answer that are or belong on devices, with their bytes by device."""
     found: Places = {}
     for key, wrapped in data.items():
         value = wrapped.data

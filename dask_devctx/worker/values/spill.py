@@ -263,10 +263,7 @@ class Spill:
     # -- to the host
 
     def _leave(self, account: Account, wanted: float) -> int:
-        """Spill values of so many bytes, others in the place of one that fails; return the bytes.
-
-        Only the thread that has ``account.spilling`` may call it.
-        """
+        """Spill so many bytes, another value for one that fails; return the bytes."""
         freed, free_at = 0, 0.0
         moving: deque[tuple[Value, Copying]] = deque()
         with self.lock:
@@ -472,9 +469,6 @@ class Spill:
 
 
 def _stays_right(value: Any) -> bool:
-    """Return whether the host form of a value is kept while it is on the device again.
-
-    Plain arrays are not written to: dask's tasks share them. An object, such as a module, may be.
-    """
+    """Return whether a host form stays right on the device: tasks write to no plain array."""
     library = type(value).__module__.partition(".")[0]
     return walk.find(type(value)) is walk.LEAF and library not in ("torch", "cudf")

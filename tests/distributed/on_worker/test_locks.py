@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import patch
 
 import dask
 import pytest
@@ -31,9 +32,8 @@ def test_two_holders_of_one_process_exclude_each_other() -> None:
     lock.close()
     lock.close()  # once more is nothing
     assert holder() is None
-    again = taken("you")
-    assert holder().endswith(", you")
-    again.close()
+    with taken("you"):
+        assert holder().endswith(", you")
 
 
 def test_the_directory_is_the_users_own(lock_directory: Path) -> None:
@@ -104,3 +104,12 @@ def test_the_default_depends_on_the_user_alone(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1")
         assert locks.directory() == before
     assert str(os.geteuid()) in before.name
+    with dask.config.set({"devctx.lock-directory": "~/locks"}):
+        assert locks.directory() == Path.home() / "locks"
+
+
+def test_a_full_disk_leaves_no_device_locked() -> None:
+    full = patch.object(os, "pwrite", side_effect=OSError("no space"))
+    with full, pytest.raises(OSError, match="no space"):
+        taken()
+    taken().close()
