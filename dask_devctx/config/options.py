@@ -145,7 +145,9 @@ def text_of(name: str) -> str:
     schema = config.schema()
     if name in RMM_NAMES:
         schema, name = schema["allocator"]["properties"], name.removeprefix("rmm_")
-    described: str = schema[name if name in schema else key_of(name)]["description"]
+    if name not in schema and (name := key_of(name)) not in schema:
+        raise KeyError(f"devctx-schema.yaml has no text for {name}")
+    described: str = schema[name]["description"]
     return " ".join(described.split()).replace("null", "None")
 
 

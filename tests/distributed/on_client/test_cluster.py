@@ -166,7 +166,7 @@ def test_it_takes_every_option_of_the_plugin() -> None:
         "device_memory_limit": 2**30,
     }
     # RMM may be missing: tests/distributed/on_worker/test_allocators.py
-    assert {*OPTION_NAMES} - given.keys() == {"allocator"}
+    assert {*OPTION_NAMES} - given.keys() == {"allocator"}, "give each option a value above"
     uuids = tuple(Device(n).uuid for n in (0, 2))
     with LocalDeviceCluster(n_workers=2, **given, **QUIET) as cluster:
         assert ordinals(cluster) == [[0], [2]]
