@@ -83,7 +83,7 @@ def _plain(value: Any) -> Any:
 
 # -- names that are mistyped
 
-# What people call the number of GPUs: an annotation or an option of others.
+# Other projects' names for a number of GPUs; here they are no annotation and no option.
 COUNTS_OF_GPUS: Final = ("gpus", "num_gpus", "n_gpus", "ngpus")
 
 

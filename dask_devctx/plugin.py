@@ -137,10 +137,11 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         name = next((n for n, plugin in worker.plugins.items() if plugin is self), self.name)
         # From now on, an earlier plugin does not withdraw the devices.
         share = self._share = DeviceShare(worker, self.options, name)
+        had = bool(share.before)
         failure: Exception | None = None
         try:
             if devices := share.at_once():
-                failure = self._use(worker, devices)
+                failure = self._use(worker, devices, had=had)
             try:
                 devices = await share.settle()
             except Exception as error:
@@ -148,7 +149,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             if self._share is not share:  # the plugin was removed meanwhile
                 return
             if failure is not None or devices != self.worker_devices:
-                failure = self._use(worker, devices, failure)
+                failure = self._use(worker, devices, failure, had=had)
         except BaseException as error:
             if not (self.is_required and isinstance(error, Exception)):
                 share.release()
@@ -157,22 +158,26 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             failure = error
         if failure is not None:
             share.release()
-            needed, had = self.is_required, bool(share.replaces)
-            if not await registration.refuse(worker, failure, share.tell, leaves=needed, had=had):
+            leaves = self.is_required
+            if not await registration.refuse(worker, failure, share.tell, leaves=leaves, had=had):
                 raise failure  # dask tells the client, and keeps the plugin
         elif self.extension is not None:
             self.extension.log_devices()
             await registration.announce(self.extension.limits, share.tell)
 
     def _use(
-        self, worker: Worker, devices: tuple[Device, ...], failure: Exception | None = None
+        self,
+        worker: Worker,
+        devices: tuple[Device, ...],
+        failure: Exception | None = None,
+        *,
+        had: bool,
     ) -> Exception | None:
         """Let the worker use devices in place of those that it has; return why it cannot."""
         if self.extension is not None:
             self.extension.close()
             self.extension = None
-        had = self._share is not None and bool(self._share.replaces)
-        self.extension = DeviceExtension(worker, self.options, devices, failure, replaces=had)
+        self.extension = DeviceExtension(worker, self.options, devices, failure, had=had)
         return self.extension.failure
 
     async def teardown(self, worker: Worker) -> None:

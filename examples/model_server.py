@@ -2,7 +2,7 @@
 
 Run it as ``python examples/model_server.py --out DIR``. Callers await `predict`, an `async`
 method. The actor gathers the requests that arrive within some milliseconds, and computes them as
-one batch on its device. Only while it is made, no other task uses that (``device_share=1``).
+one batch on its device. While it is made, no other task runs there (``device_share=1``).
 CuPy computes on GPUs, `SimulatedArray` on simulated devices.
 
 Without a GPU, set ``DASK_DEVCTX__SIMULATED_DEVICES=4``.
@@ -89,7 +89,7 @@ def main() -> int:
     requests = np.random.default_rng(0).normal(size=(options.requests, 3))
 
     with LocalDeviceCluster(dashboard_address=":0") as cluster, Client(cluster) as client:
-        with dask.annotate(device_share=1):  # while it is made
+        with dask.annotate(device_share=1):  # alone there while it is made
             server = client.submit(Server, weights, actor=True).result()
         answers = [server.predict(one) for one in requests]  # all at once
         values = [answer.result() for answer in answers]

@@ -14,7 +14,6 @@ from dask_devctx.annotations import (
     HOST_ONLY,
     RERUN,
     Request,
-    Unannotated,
     had_all_runs,
     may_rerun,
     refusal,
@@ -73,7 +72,7 @@ class Runs:
         self._pools = pools
         self.loop = worker.loop
         self._worker = worker
-        self._unannotated: Unannotated = options.unannotated
+        self._unannotated = options.unannotated
         self._failure = failure  # why the worker does not have the devices
         self.slot = self.admission.slot
         self._uuids = {device: device.uuid for device in placement.devices}

@@ -54,8 +54,8 @@ class DeviceExtension:
     """While it is open, the tasks of one worker run on its devices.
 
     If ``failure`` is set, the worker does not have the devices, and continues without them: tasks
-    that ask for a device fail with this error, and all others run as before; where the plugin
-    ``replaces`` one with devices, they fail too.
+    that ask for a device fail with this error, and all others run as before. Where the worker
+    ``had`` devices, others that name none fail too: libraries would use the first GPU.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class DeviceExtension:
         own: tuple[Device, ...],
         failure: Exception | None = None,
         *,
-        replaces: bool = False,
+        had: bool,
     ) -> None:
         self._worker = worker
         self.failure = failure
@@ -79,7 +79,7 @@ class DeviceExtension:
                 used = self._devices(steps, options, own)
             except Exception as error:
                 self.failure, used = self.failure or error, ()
-            if self.failure is not None and not replaces:
+            if self.failure is not None and not had:
                 options = replace(options, unannotated="leave")
             self.admission = Admission(used, options.tasks_per_device, self.limits)
             self.placement = Placement(self.admission, options.policy or start_soonest)

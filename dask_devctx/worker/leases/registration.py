@@ -29,10 +29,9 @@ NOT_STARTED = (
 )
 _WAY_OUT = (
     "Worker {!r} continues without devices: tasks that ask for a device fail there with this "
-    "error, and {}. But dask keeps the "
-    "plugin, and gives it to workers that join later. Remove it with "
-    'client.unregister_worker_plugin("devctx"), or register it again when the cause is mended, or '
-    "with devices that exist: client.register_plugin(DevicePlugin(devices=[...]))"
+    "error, and {}. But dask keeps the plugin, and gives it to workers that join later. Remove it "
+    'with client.unregister_worker_plugin("devctx"), or register it again when the cause is mended,'
+    " or with devices that exist: client.register_plugin(DevicePlugin(devices=[...]))"
 )
 _ON_FIRST = "all others run without one, where libraries use the first GPU"
 # The longest text of an error that goes to the scheduler.
@@ -68,8 +67,8 @@ async def refuse(worker: Worker, error: Exception, tell: Tell, *, leaves: bool, 
     """Tell the scheduler that a worker has no devices; return whether the worker leaves for that.
 
     A worker that joins leaves if other workers hold its devices: it would run tasks on these. With
-    ``leaves``, it leaves with any error. A worker that stays gets a note with the remedy; ``had``:
-    it had devices before, and no task may use the first GPU unseen.
+    ``leaves``, it leaves with any error. If it stays, the error gets a note with the remedy, and
+    with the tasks that fail: more of them where the worker ``had`` devices.
     """
     if worker.status not in (Status.running, Status.paused):
         error.add_note(NOT_STARTED)  # the error ends the start

@@ -44,17 +44,15 @@ class DeviceShare:
         self._of_cluster = f" of {worker.scheduler.address}"
         self._locks: dict[Device, ExitStack] = {}
         self._is_released = False
-        self.replaces: tuple[Device, ...] = ()  # the devices that the worker had before
+        self.before = _before.get(worker, ())  # the last devices that the worker had
         _newest[worker] = weakref.ref(self)
 
     def at_once(self) -> tuple[Device, ...]:
         """Take the devices of the plugin that this one replaces: its tasks keep them meanwhile."""
-        before, count = _before.pop(self._worker, ()), self._count
-        self.replaces = before
         with suppress(Exception):  # `settle` raises it
-            again = [device for device in self._found() if device in before]
-            if len(again) >= (count or 1):
-                self._take(again[:count])
+            again = [device for device in self._found() if device in self.before]
+            if len(again) >= (self._count or 1):
+                self._take(again[: self._count])
         return tuple(self._locks)
 
     async def settle(self) -> tuple[Device, ...]:
@@ -105,7 +103,7 @@ class DeviceShare:
     def release(self) -> None:
         """Release the devices for good."""
         self._is_released = True
-        _before[self._worker] = tuple(self._locks) or self.replaces
+        _before[self._worker] = tuple(self._locks) or self.before
         self._give_up(self._locks)
 
     def _take(self, devices: Iterable[Device]) -> dict[Device, str]:

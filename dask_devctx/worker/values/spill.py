@@ -264,6 +264,7 @@ class Spill:
 
     def _leave(self, account: Account, wanted: float) -> int:
         """Spill so many bytes, another value for one that fails; return the bytes."""
+        # Only the thread that has `account.spilling` may call it.
         freed, free_at = 0, 0.0
         moving: deque[tuple[Value, Copying]] = deque()
         with self.lock:

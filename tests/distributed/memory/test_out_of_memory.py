@@ -244,10 +244,6 @@ def test_only_a_task_that_can_fit_makes_others_leave(
     assert not [one for one in caplog.messages if "more than its limit" in one]
 
 
-def eight(n: int) -> SimulatedArray:
-    return SimulatedArray((8 * MIB,), "u1")
-
-
 def submits_an_array(n: int) -> int:
     x = SimulatedArray((6 * MIB,), "u1")
     with worker_client() as client:
@@ -262,7 +258,7 @@ def test_arguments_that_find_no_memory_on_arrival_do_not_end_the_worker() -> Non
         dask.config.set({"devctx.simulated-memory": "64 MiB"}),
         peers.cluster(1, memory_limit=0) as (client, workers),
     ):
-        values = client.map(eight, range(6), pure=False)
+        values = client.map(lambda n: SimulatedArray((8 * MIB,), "u1"), range(6), pure=False)
         wait(values)
         futures = client.map(submits_an_array, range(8), pure=False)
         wait(futures, timeout=60)
