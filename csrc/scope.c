@@ -373,20 +373,21 @@ module_invoke_out(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t
 
 /* -- Several of them in one call, so that a check of a device costs one call from Python
  *
- * The thread's capture mode is relaxed meanwhile: these calls spoil no other thread's graph.
+ * The thread's capture mode is relaxed meanwhile: these calls spoil no other thread's graph. Calls
+ * that may wait for the device release the GIL.
  */
 
 #define RELAXED_CAPTURE 2
-#define RELAXED_MOST 3 /* functions, each with two numbers */
+#define RELAXED_MOST 4 /* functions, each with two numbers */
 
 typedef int (*exchange_mode_function)(int *mode);
 
 static PyObject *
-module_invoke_relaxed(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
+invoke_in_relaxed_mode(PyObject *const *args, Py_ssize_t nargs, int may_wait)
 {
     uintptr_t n[1 + 3 * RELAXED_MOST];
     if (nargs < 1 || nargs > 1 + 3 * RELAXED_MOST || nargs % 3 != 1) {
-        PyErr_SetString(PyExc_TypeError, "an address, and at most three with two numbers each");
+        PyErr_SetString(PyExc_TypeError, "an address, and at most four with two numbers each");
         return NULL;
     }
     for (Py_ssize_t i = 0; i < nargs; i++) {
@@ -400,6 +401,7 @@ module_invoke_relaxed(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssi
     exchange_mode_function exchange = (exchange_mode_function)n[0];
     int mode = RELAXED_CAPTURE;
     uintptr_t failed = n[0];
+    PyThreadState *state = may_wait ? PyEval_SaveThread() : NULL;
     int status = exchange(&mode);
     if (!status) {
         for (Py_ssize_t i = 1; i < nargs && !status; i += 3) {
@@ -412,10 +414,24 @@ module_invoke_relaxed(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssi
             status = back;
         }
     }
+    if (state != NULL)
+        PyEval_RestoreThread(state);
     if (!status)
         Py_RETURN_NONE;
     PyObject *address = PyLong_FromVoidPtr((void *)failed);
     return address == NULL ? NULL : Py_BuildValue("Ni", address, status);
+}
+
+static PyObject *
+module_invoke_relaxed(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
+{
+    return invoke_in_relaxed_mode(args, nargs, 0);
+}
+
+static PyObject *
+module_wait_relaxed(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
+{
+    return invoke_in_relaxed_mode(args, nargs, 1);
 }
 
 static PyMethodDef module_methods[] = {
@@ -428,6 +444,8 @@ static PyMethodDef module_methods[] = {
      "invoke_relaxed(exchange, *calls)\n--\n\n"
      "Make the calls, each an address and two numbers, in relaxed capture mode, up to the first\n"
      "that fails. Return its address and its status; None if all succeed."},
+    {"wait_relaxed", (PyCFunction)(void (*)(void))module_wait_relaxed, METH_FASTCALL,
+     "wait_relaxed(exchange, *calls)\n--\n\nDo as invoke_relaxed, without the GIL."},
     {"stack", module_stack, METH_NOARGS, "stack()\n--\n\nReturn the stack of the calling thread."},
     {NULL},
 };

@@ -28,6 +28,7 @@ class Backend:
     def __init__(self, driver: Any, nvml: Any, machine: Any = None) -> None:
         self.nvml = nvml
         self.machine = machine
+        self.simulated = machine is not None
         self.calls = Calls(driver)
         self.initialised = False
         self.unavailable = False  # until a later attempt succeeds
@@ -55,10 +56,6 @@ class Backend:
         self._uuids: tuple[str, ...] = ()
         self._lock = ProcessLock()
         _backends.add(self)
-
-    @property
-    def simulated(self) -> bool:
-        return self.machine is not None
 
     def driver(self) -> Calls:
         """Return the driver's calls, after ``cuInit``; without one a DriverUnavailableError."""

@@ -11,9 +11,9 @@ from dask_devctx.driver import statuses
 from dask_devctx.errors import DriverError
 
 try:
-    from dask_devctx.driver._scope import invoke_relaxed
+    from dask_devctx.driver._scope import invoke_relaxed, wait_relaxed
 except ImportError:  # it was not built
-    invoke_relaxed = None  # type: ignore[assignment]
+    invoke_relaxed = wait_relaxed = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     from dask_devctx.driver.checked import Checked
@@ -47,6 +47,7 @@ _EXCHANGE: Final = "cuThreadExchangeStreamCaptureMode"
 _FUNCTIONS: Final = {
     _EXCHANGE: 10010,
     "cuMemFree": 3020,
+    "cuCtxSetCurrent": 4000,
     "cuEventQuery": 2000,
     "cuEventRecord": 2000,
     "cuStreamIsCapturing": 10000,
@@ -55,10 +56,11 @@ _FUNCTIONS: Final = {
 
 
 class Look:
-    """A look at the progress and the health of the current device, which waits for nothing."""
+    """Looks at the progress and the health of the current device, which wait for nothing."""
 
     # A worker looks before and after each task. With addresses, the extension makes the calls and
-    # keeps the GIL; the bindings release it around each call.
+    # keeps the GIL; the bindings release it around each call. On a device that failed, all fail. A
+    # record fails for other reasons too, which are no errors of the look.
 
     def __init__(self, calls: WorkCalls, checked: Checked) -> None:
         self._calls = calls
@@ -89,23 +91,11 @@ class Look:
             raise self._checked.error(name, failed[1])
         return name, failed[1]
 
-    def __call__(
-        self, event: int = 0, context: int = 0, *, query: bool = False, record: bool = False
-    ) -> tuple[bool, bool]:
-        """Raise if the device failed; return whether the event was reached, and was recorded."""
-        # An event that is queried and not reached is not recorded again. On a device that failed
-        # both calls fail. A record fails for other reasons too, which are no errors of the look.
-        reached = query and self.reached(event)
-        wanted = record and (reached or not query)
-        recorded = wanted and self._record(event, context)
-        if not (recorded if wanted else query):
-            self._probe()
-        return reached, recorded
-
-    def _probe(self) -> None:
+    def __call__(self) -> None:
+        """Raise the error of an earlier kernel, if there is one."""
         by = self._addresses
         if not by:
-            self._calls.free(0)  # it frees nothing, and raises the error of an earlier kernel
+            self._calls.free(0)  # it frees nothing
         elif failed := invoke_relaxed(by[_EXCHANGE], by["cuMemFree"], 0, 0):
             raise self._checked.error(*self._named(failed))
 
@@ -114,8 +104,8 @@ class Look:
         by = self._addresses
         if by:
             failed = invoke_relaxed(by[_EXCHANGE], by["cuEventQuery"], event, 0)
-            if failed is None:
-                return True
+            if failed is None or failed[1] == statuses.NOT_READY:
+                return failed is None
             status = self._named(failed)[1]
         else:
             with RelaxedCapture(self._calls):
@@ -132,27 +122,35 @@ class Look:
         by = self._addresses
         return bool(by) and invoke_relaxed(by[_EXCHANGE], *self._idle) is None
 
-    def record_if_idle(self, event: int) -> bool:
-        """Record an event in the legacy stream if that is idle; return whether it did."""
+    def record_legacy(self, event: int) -> bool:
+        """Record an event in the legacy stream; False where that would spoil a capture."""
         by = self._addresses
         if not by:
-            return False
-        record = by["cuEventRecord"], event, LEGACY_STREAM
-        return invoke_relaxed(by[_EXCHANGE], *self._idle, *record) is None
+            return self._calls.event_record_unless_captured(event, LEGACY_STREAM)
+        failed = self._recorded(by["cuEventRecord"], event, LEGACY_STREAM)
+        if failed is not None and failed[1] != statuses.CAPTURE_IMPLICIT:
+            raise self._checked.error(*self._named(failed))
+        return failed is None
 
-    def _record(self, event: int, context: int) -> bool:
-        """Record all work of a context in an event, unless that would spoil a capture."""
-        # A stream has room for about a thousand launches. While the legacy stream is full, the
-        # record waits, and by its address it would keep the GIL.
+    def _recorded(self, *record: int, current: tuple[int, ...] = ()) -> tuple[int, int] | None:
+        """Make a call that records, unless a capture forbids it; return what failed, or None."""
+        # A stream has room for about a thousand launches. While the legacy stream is full, a record
+        # waits, and must not keep the GIL. To release it for each one makes most tasks wait for it.
+        exchange = self._addresses[_EXCHANGE]
+        failed = invoke_relaxed(exchange, *current, *self._idle, *record)
+        if failed is not None and failed[1] == statuses.NOT_READY:
+            failed = wait_relaxed(exchange, *current, *self._idle[:3], *record)
+        return failed
+
+    def record(self, event: int, context: int) -> bool:
+        """Make a context current, and record all its work in an event unless a capture forbids."""
         by = self._addresses
         if by and (record := by["cuCtxRecordEvent"]):
-            failed = invoke_relaxed(by[_EXCHANGE], *self._idle, record, context, event)
-            if failed is None:
-                return True
-            if self._named(failed)[0] != "cuStreamQuery":
-                return False
+            current = by["cuCtxSetCurrent"], context, 0
+            return self._recorded(record, context, event, current=current) is None
         # A driver that is older than CUDA 12.5 lacks the function.
         with RelaxedCapture(self._calls), suppress(DriverError, AttributeError, RuntimeError):
+            self._calls.driver.cuCtxSetCurrent(context)
             if not self._calls.is_capturing(LEGACY_STREAM):
                 return bool(self._calls.driver.cuCtxRecordEvent(context, event)[0] == 0)
         return False

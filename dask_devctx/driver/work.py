@@ -15,7 +15,7 @@ from typing import Final
 
 from dask_devctx.driver import statuses
 from dask_devctx.driver.checked import Checked
-from dask_devctx.driver.relaxed import LEGACY_STREAM, Look, RelaxedCapture
+from dask_devctx.driver.relaxed import Look, RelaxedCapture
 from dask_devctx.errors import DeviceMemoryError, DriverError
 
 IPC_HANDLE_NBYTES = 64
@@ -62,8 +62,6 @@ class WorkCalls:
 
     def event_record_unless_captured(self, event: int, stream: int) -> bool:
         """Do as :meth:`event_record`; False where that would spoil or join a graph's capture."""
-        if stream == LEGACY_STREAM and self.look.record_if_idle(event):
-            return True
         if self.is_capturing(stream):
             return False
         try:

@@ -41,8 +41,9 @@ def current_streams(device: Device) -> tuple[int, ...]:
     # JAX does not reveal its streams and orders its own work.
     if device._backend.simulated:
         return (LEGACY_STREAM,)
-    asked = [ask(device.device_id) for ask in (cupy_stream, torch_stream, numba_stream)]
-    return tuple(dict.fromkeys(stream for stream in asked if stream)) or (LEGACY_STREAM,)
+    number = device.device_id
+    asked = {cupy_stream(number), torch_stream(number), numba_stream()} - {0}
+    return tuple(asked) or (LEGACY_STREAM,)
 
 
 def cupy_stream(ordinal: int) -> int:
@@ -61,7 +62,7 @@ def torch_stream(ordinal: int) -> int:
     return cuda.current_stream(ordinal).cuda_stream or LEGACY_STREAM
 
 
-def numba_stream(ordinal: int = 0) -> int:
+def numba_stream() -> int:
     """Return the stream of Numba's launches that name none; 0 if Numba is not loaded."""
     if "numba.cuda" not in sys.modules:
         return 0
@@ -105,8 +106,10 @@ class Event:
 
     def record_unless_captured(self, stream: int) -> bool:
         """Record the event unless that would spoil or join a capture; return whether it did."""
-        self.stream = stream
-        return self._calls.event_record_unless_captured(self._handle, stream)
+        self.stream, calls = stream, self._calls
+        if stream == LEGACY_STREAM:
+            return calls.look.record_legacy(self._handle)
+        return calls.event_record_unless_captured(self._handle, stream)
 
     def holds_back(self, stream: int, *, own: bool = False) -> None:
         """Make a stream wait, as :meth:`record` uses one; for its ``own`` event it need not."""
@@ -141,18 +144,16 @@ class Stamp:
         self._asked = 0.0  # when a capture first kept an event loop from reading
 
     @classmethod
-    def of_devices(cls, devices: Iterable[Device]) -> Self:
-        """Return a stamp of this thread's work on devices, and of all in their blocking streams."""
-        return cls.of_streams(devices, LEGACY_STREAM)
+    def of_devices(cls, devices: Iterable[Device], *, blocking: bool = True) -> Self:
+        """Return a stamp of this thread's work on devices, and of all in their blocking streams.
 
-    @classmethod
-    def of_streams(cls, devices: Iterable[Device], *more: int) -> Self:
-        """Return a stamp of the work in this thread's current streams, and in ``more`` streams."""
-        stamp = cls({})
+        Without ``blocking``, it is of the work in this thread's current streams.
+        """
+        stamp, more = cls({}), (LEGACY_STREAM,) if blocking else ()
         for device in devices:
             with device:
                 events = []
-                for stream in dict.fromkeys((*more, *current_streams(device))):
+                for stream in {*more, *current_streams(device)}:
                     event = Event(device)
                     if event.record_unless_captured(stream):
                         events.append(event)

@@ -156,7 +156,7 @@ class Move:
 
     def _finish(self) -> None:
         if self._read and self.device is not None:
-            done = Stamp.of_streams([self.device])
+            done = Stamp.of_devices([self.device], blocking=False)
             for source in self._sources if self._guard_source else ():
                 if source is not self.device:
                     done.hold_back(source)

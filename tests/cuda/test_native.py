@@ -6,7 +6,9 @@ import ctypes
 import gc
 import sys
 import threading
+import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -104,7 +106,7 @@ def test_calls_in_relaxed_mode_stop_at_the_first_that_fails() -> None:
     assert native.invoke_relaxed(change, call, 3, 0, call, 2, 0, call, 4, 0) == (call, 7)
     assert seen == [(0, 2**64 - 1), (1, 5), (3, 0), (2, 0)]
     assert modes == [2, 1] * 3  # relaxed, and then the mode from before
-    too_many = [call, 0, 0] * 4
+    too_many = [call, 0, 0] * 5
     for wrong in (
         (),
         (0,),
@@ -117,6 +119,14 @@ def test_calls_in_relaxed_mode_stop_at_the_first_that_fails() -> None:
             native.invoke_relaxed(*wrong)
     with pytest.raises(TypeError):
         native.invoke_relaxed(change, *too_many)
+    pause, turns = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value or 0, 0
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(native.wait_relaxed, change, pause, 300_000, 0)
+        while not waiting.done():
+            time.sleep(0.01)
+            turns += 1
+    assert waiting.result() is None
+    assert turns > 5, "the call kept the GIL"
 
 
 # Threads, and JAX' own words, of whatever was imported in this process: the child only looks.

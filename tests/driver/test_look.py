@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
 from cuda.bindings.driver import CUresult, CUstreamCaptureMode
 
 from dask_devctx import Device
-from dask_devctx.driver.relaxed import LEGACY_STREAM
+from dask_devctx.driver.relaxed import LEGACY_STREAM, wait_relaxed
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DriverError
 from tests.addressed import AddressedDriver
 
 _MODE = "cuThreadExchangeStreamCaptureMode"
+_GIVEN = {"reached": 1, "record_legacy": 1, "record": 2}  # an event and its context
 
 
 class Looks:
@@ -27,19 +27,20 @@ class Looks:
         with self.device:
             self.event = self.work.event_create()
 
-    def __call__(self, **what: bool) -> tuple[tuple[bool, bool], list[str]]:
+    def __call__(self, what: str = "") -> tuple[bool | None, list[str]]:
+        given = [self.event, self.device._handle][: _GIVEN.get(what, 0)]
         with self.device:
             self.machine.faults.calls.clear()
-            answer = self.work.look(self.event, self.device._handle, **what)
+            answer = getattr(self.work.look, what or "__call__")(*given)
             called = list(self.machine.faults.calls)
             assert self.machine.faults.calls[_MODE] % 2 == 0, "the thread's mode is restored"
         mode = self.machine.driver.cuThreadExchangeStreamCaptureMode(0)[1]
         assert mode == CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
-        ignored = _MODE, "cuStreamIsCapturing", "cuGetErrorString", "cuGetErrorName"
+        ignored = _MODE, "cuStreamIsCapturing", "cuCtxSetCurrent", "cuGetErrorString"
         return answer, [name for name in called if name not in ignored]
 
-    def fail(self, function: str, status: str, times: int = 1) -> None:
-        self.machine.faults.inject(function, getattr(CUresult, f"CUDA_ERROR_{status}"), times=times)
+    def fail(self, function: str, status: str) -> None:
+        self.machine.faults.inject(function, getattr(CUresult, f"CUDA_ERROR_{status}"), times=1)
 
 
 @pytest.fixture
@@ -48,36 +49,27 @@ def look(machine: SimulatedMachine) -> Looks:
 
 
 def test_each_look_calls_what_fails_on_a_failed_device(look: Looks) -> None:
-    assert look() == ((False, False), ["cuMemFree"])
-    assert look(record=True) == ((False, True), ["cuCtxRecordEvent"])
-    assert look(query=True) == ((True, False), ["cuEventQuery"])
-    assert look(query=True, record=True) == ((True, True), ["cuEventQuery", "cuCtxRecordEvent"])
-    look.fail("cuEventQuery", "NOT_READY")  # its work is not done: nothing is recorded
-    assert look(query=True, record=True) == ((False, False), ["cuEventQuery"])
+    assert look() == (None, ["cuMemFree"])
+    assert look("record") == (True, ["cuCtxRecordEvent"])
+    assert look("reached") == (True, ["cuEventQuery"])
+    look.fail("cuEventQuery", "NOT_READY")
+    assert look("reached") == (False, ["cuEventQuery"])
+    for status in "NOT_SUPPORTED", "STREAM_CAPTURE_UNSUPPORTED", "ILLEGAL_ADDRESS":
+        look.fail("cuCtxRecordEvent", status)
+        assert look("record") == (False, ["cuCtxRecordEvent"])  # no error of the look
 
 
-@pytest.mark.parametrize(
-    "status", ["NOT_SUPPORTED", "STREAM_CAPTURE_UNSUPPORTED", "ILLEGAL_ADDRESS"]
-)
-def test_a_failing_record_hides_no_event_that_was_reached(look: Looks, status: str) -> None:
-    look.fail("cuCtxRecordEvent", status, 2)
-    assert look(record=True) == ((False, False), ["cuCtxRecordEvent", "cuMemFree"])
-    assert look(query=True, record=True)[0] == (True, False)
-
-
-@pytest.mark.parametrize(
-    ("function", "what"),
-    [("cuMemFree", {}), ("cuEventQuery", {"query": True}), ("cuMemFree", {"record": True})],
-)
-def test_each_look_at_a_failed_device_raises(look: Looks, function: str, what: Any) -> None:
+@pytest.mark.parametrize(("function", "what"), [("cuMemFree", ""), ("cuEventQuery", "reached")])
+def test_each_look_at_a_failed_device_raises(look: Looks, function: str, what: str) -> None:
     look.machine.faults.poison(CUresult.CUDA_ERROR_ILLEGAL_ADDRESS)
     with pytest.raises(DriverError, match=f"{function} failed with CUDA_ERROR_ILLEGAL_ADDRESS"):
-        look(**what)
+        look(what)
+    assert look("record")[0] is False
     look.machine.faults.clear()
     look.fail(_MODE, "ILLEGAL_ADDRESS")
     with pytest.raises(DriverError, match=_MODE):
-        look(**what)
-    assert look(query=True, record=True)[0] == (True, True), "the mode was restored"
+        look(what)
+    assert look("record")[0] is True, "the mode was restored"
 
 
 def test_without_addresses_of_events_a_look_does_the_same(
@@ -93,20 +85,19 @@ def test_an_event_is_recorded_without_the_gil_where_the_legacy_stream_is_busy(
     """A record by address keeps the GIL, and waits for the device where that stream is full."""
     if not isinstance(look.machine.driver, AddressedDriver):
         pytest.skip("without addresses, each call releases the GIL")
-    by_address = []
-    record = look.machine.driver.cuCtxRecordEvent
+    waiting = []
 
-    def note(context: Any, event: Any) -> Any:
-        caller = inspect.currentframe().f_back.f_code.co_name  # type: ignore[union-attr]
-        by_address.append(caller == "call")  # of AddressedDriver
-        return record(context, event)
+    def wait(*calls: int) -> Any:
+        waiting.append(calls)
+        return wait_relaxed(*calls)
 
-    monkeypatch.setattr(look.machine.driver, "cuCtxRecordEvent", note)
+    monkeypatch.setattr("dask_devctx.driver.relaxed.wait_relaxed", wait)
     for busy in (False, True, False):
         look.machine.driver.busy = {LEGACY_STREAM} if busy else set()
-        for query in (False, True):
-            assert look(query=query, record=True)[0] == (query, True)
-            assert by_address.pop() is not busy
+        for what, recorded in ("record", "cuCtxRecordEvent"), ("record_legacy", "cuEventRecord"):
+            assert look(what) == (True, [recorded])
+            assert bool(waiting) is busy
+            waiting.clear()
 
 
 @pytest.mark.parametrize("in_python", [False, True])
@@ -119,8 +110,7 @@ def test_a_look_records_nothing_that_would_spoil_a_capture(
     with look.device:
         stream = cuda.cuStreamCreate(0)[1]
         cuda.cuStreamBeginCapture(stream, CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)
-    assert look(record=True)[0] == (False, False)
-    assert look(query=True, record=True)[0] == (True, False)
+    assert look("record")[0] is False
     with look.device:
         assert cuda.cuStreamEndCapture(stream)[0] == 0
-    assert look(query=True, record=True)[0] == (True, True)
+    assert look("record")[0] is True

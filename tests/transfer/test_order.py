@@ -150,7 +150,7 @@ def test_a_stamp_of_streams_covers_nothing_else(order: Order, current: Streams) 
     order.give("own", 0, own)
     order.give("legacy", 0)
     current(own)
-    made = Stamp.of_streams([Device(0)])
+    made = Stamp.of_devices([Device(0)], blocking=False)
     current(LEGACY_STREAM)
     made.hold_back(Device(1))
     assert order.before(1) == {"own"}

@@ -29,7 +29,7 @@ def _to_device(array: Any, device: Device) -> Any:
         move.order(source, on_source=True)
         with source:
             array = cupy.array(array, order="K", copy=True)
-        Stamp.of_streams([source]).hold_back(device)
+        Stamp.of_devices([source], blocking=False).hold_back(device)
         move.keep(array)
     memory = cupy.cuda.alloc(array.nbytes)
     stream = cupy_stream(device.device_id)

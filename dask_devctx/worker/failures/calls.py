@@ -145,25 +145,30 @@ class Work:
         If the device reached the mark and has not failed, the tasks that had ended at the mark are
         cleared. The event is recorded again after the device reached it.
         """
-        calls = self.device._backend.calls.work
-        if not (self._marked or mark) or not self._looking.acquire(blocking=False):
+        calls, marked = self.device._backend.calls.work, self._marked
+        if not (marked or mark) or not self._looking.acquire(blocking=False):
             calls.look()
             return
-        marked, number = self._marked, next(self.numbers)
-        # Recording an event on the whole context ends a graph capture of another thread.
-        mark = mark and not (self._calls.running and self._calls.running_on(self.device))
         try:
-            if self._event is None:
-                with RelaxedCapture(calls):
-                    self._event = Event(self.device)
-            reached, recorded = calls.look(
-                self._event._handle, self.device._handle, query=marked > 0, record=mark
-            )
-            while reached and self.left and self.left[0][0] < marked:
-                self.left.popleft()
-            if reached or not marked:
+            if marked := self._marked:
+                if not calls.look.reached(self._event._handle):  # type: ignore[union-attr]
+                    return
+                while self.left and self.left[0][0] < marked:
+                    self.left.popleft()
+                self._marked = 0
+            # Recording an event on the whole context ends a graph capture of another thread.
+            if mark and not (self._calls.running and self._calls.running_on(self.device)):
+                if self._event is None:
+                    with RelaxedCapture(calls):
+                        self._event = Event(self.device)
+                number = next(self.numbers)
+                if calls.look.record(self._event._handle, self.device._handle):
+                    self._marked = number
+                    return
                 # A driver that is too old for marks clears no suspect.
-                self._marked = number if recorded else 0
+                marked = 0
+            if not marked:
+                calls.look()
         except DriverError as error:
             if statuses.failed(error.code):
                 raise

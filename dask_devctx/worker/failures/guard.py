@@ -241,9 +241,9 @@ class Guard(Call):
                 try:
                     with scope:
                         work = calls.works[device]
-                        if current and device._backend.calls.current() != device._handle:
-                            device.set_current()  # a task left another: no look finds a failure
                         if self.synchronizes:
+                            if current:
+                                device.set_current()  # the task may have left another
                             work.wait()
                         else:
                             work.look(mark=True)

@@ -60,6 +60,7 @@ class Account:
         self.device = device
         self.counts = Counts(limit)
         self.limit = math.inf if limit is None else limit
+        self.small = self.limit * _SMALL  # bytes of a value that frees little
         self.changed = threading.Condition(lock)  # something is to be spilled, or was
         self.reserved = 0  # for results, and for values on their way here
         self.spilling = threading.Lock()  # held by the thread that spills its values
@@ -98,14 +99,13 @@ class Account:
         blocks = self.blocks.items()
         shared = {memory: [*_living(entries)] for memory, entries in blocks if len(entries) > 1}
         stays = {memory for memory, values in shared.items() if not all(map(may_leave, values))}
-        small = self.limit * _SMALL
         idle: list[tuple[Any, Value]] = []
         needed, last = idle[:], idle[:]
         for value in sorted(self.values(), key=attrgetter("touched")):
             under = value.entry.memories
             if may_leave(value) and stays.isdisjoint(under):
                 use = next_use(value.key)
-                rest = last if sum(memory.nbytes for memory in under) < small else idle
+                rest = last if sum(memory.nbytes for memory in under) < self.small else idle
                 (rest if use is None else needed).append((use, value))
         needed.sort(key=itemgetter(0), reverse=True)
         found: dict[Value, None] = {}
@@ -188,7 +188,9 @@ def allocations(value: Any, nbytes: Mapping[Device, int]) -> frozenset[Memory]:
     """Return the allocations under a value; where they are not known, its bytes on each device."""
     one_array = memory_of.find(value.__class__)
     try:
-        found = memories(value, _AT_MOST) if one_array is None else {one_array(value)} - {None}
+        if one_array is not None and (memory := one_array(value)) is not None and memory.base:
+            return frozenset((memory,))
+        found = memories(value, _AT_MOST)
     except Exception:
         found = None
     if found is None:

@@ -119,18 +119,13 @@ class Copies:
     # -- for tasks
 
     def get(self, value: Value, whole: Any, device: Device, *, ahead: bool = False) -> Any:
-        """Return a value for use on this thread's current streams of a device.
+        """Return a copy of a value for use on this thread's current streams of a device.
 
         ``whole`` is the value itself. Out of memory, this drops all copies there and tries once
         more. One thread makes a copy, and others that need it wait.
         """
         sources = dict(value.nbytes)
-        here = sources.pop(device, None)
-        if not sources:
-            # Most inputs end here: a move without a copy would take twice as long to start.
-            if here is not None:
-                (value.stamp or value.work()).hold_back(device)
-            return whole
+        sources.pop(device, None)
         copy = value.copies.get(device)
         if copy is None:
             with value.moving:
@@ -158,7 +153,8 @@ class Copies:
             return move.run(whole), move.timed
 
         moved, timed = allocated(move, lambda: self.drop(device))
-        stamp, nbytes = Stamp.of_streams([device]), nbytes_by_device(moved).get(device, 0)
+        stamp = Stamp.of_devices([device], blocking=False)
+        nbytes = nbytes_by_device(moved).get(device, 0)
         self._counts.copied(sources, device, begun, timed)
         copy = Copy(value, device, moved, stamp, nbytes, ahead)
         with self._lock:

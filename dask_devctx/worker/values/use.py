@@ -115,23 +115,22 @@ class Use:
 
     def _bring(self, store: Store) -> None:
         """Bring the inputs to the first device; those on several devices of the call stay there."""
-        device, *others = devices = self._devices
-        begun, before = perf_counter(), self.data
-        self.data = dict(before)
-        for key, whole in before.items():
-            value = self._pinned.get(key) or store.looked_for(key, whole)
+        begun, pinned, devices = perf_counter(), self._pinned, {*self._devices}
+        device = self._devices[0]
+        for key, whole in self.data.items():
+            value = pinned.get(key) or store.looked_for(key, whole)
             if value is None:
                 continue
-            if others and value.nbytes.keys() <= {*devices}:
+            if value.nbytes.keys() <= devices:
                 for one in {device, *value.nbytes}:  # any may read it, and must find it there
-                    value.work().hold_back(one)
-                self._copies.append(whole)
+                    (value.stamp or value.work()).hold_back(one)
+                if len(devices) > 1:
+                    self._copies.append(whole)
                 continue
             here = self.data[key] = store.copies.get(value, whole, device)
-            if here is not whole:
-                self._copies.append(here)
-                if key in self._pinned and device not in value.nbytes:
-                    store.spill.unpin([self._pinned.pop(key)])  # all reads are of the copy now
+            self._copies.append(here)
+            if key in pinned and device not in value.nbytes:
+                store.spill.unpin([pinned.pop(key)])  # all reads are of the copy now
         self._run.inputs_s = perf_counter() - begun
 
     def returned(self, result: Any) -> Any:
@@ -158,7 +157,9 @@ class Use:
                 value.fresh = True
                 store.spill.add(value)
                 if store.spill.open:
-                    store.spill.expected[run.prefix] = places.get(devices[0], 0)
+                    nbytes = places.get(devices[0], 0)
+                    is_small = nbytes < store.spill.accounts[devices[0]].small
+                    store.spill.expected[run.prefix] = 0 if is_small else nbytes
             elif found is not None:
                 run.made = Value(run.key, result, {})  # so that it is not looked up again
         return result
