@@ -19,7 +19,6 @@ from dask_devctx.config.options import (
     RMM_NAMES,
     Options,
     fold_rmm,
-    require_interface,
     require_packages,
     require_ucx,
     text_of,
@@ -72,17 +71,12 @@ def _run(**given: Any) -> None:
         click.echo(f"Waiting for {file}, which dask scheduler --scheduler-file writes", err=True)
     with said():
         require_ucx(given["protocol"])
-        require_interface(given["interface"])
         read = _read(own)
         settings = {f"devctx.{key_of(name)}": value for name, value in read.items()}
         with dask.config.set(settings):
             options = Options(**read)
             require_packages(options)
             layout = lay_out(options, n_workers, processes=given["nanny"])
-    if layout.held:
-        names = ", ".join(map(str, layout.free))
-        text = f"The workers use the devices that are free, {names}: {layout.held}"
-        click.echo(text, err=True)
     settings |= {f"devctx.{key_of(name)}": value for name, value in layout.options.items()}
     given["nthreads"] = given["nthreads"] or layout.nthreads
     if given["memory_limit"] == "auto":

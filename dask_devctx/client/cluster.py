@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import math
+import multiprocessing
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +21,6 @@ from dask_devctx.config.options import (
     RMM_NAMES,
     fold_rmm,
     refuse_unknown,
-    require_interface,
     require_packages,
     require_ucx,
     takes_options,
@@ -29,8 +29,6 @@ from dask_devctx.cuda.device import devices
 from dask_devctx.dask_internals import scheduler as internals
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.routing import DeviceRouting
-
-logger = logging.getLogger(__name__)
 
 
 @takes_options
@@ -105,14 +103,14 @@ class LocalDeviceCluster(internals.WatchedCluster):
             raise ValueError(f"threads_per_worker must be 1 or more, got {threads_per_worker}")
         kwargs = fold_rmm(_known(kwargs, type(self)))
         require_ucx(kwargs.get("protocol"))
-        require_interface(kwargs.get("interface"))
         plugin = DevicePlugin(**{n: kwargs.pop(n) for n in OPTION_NAMES if n in kwargs})
         require_packages(plugin.options)
         processes = kwargs.get("processes") is not False
+        if processes and getattr(multiprocessing.current_process(), "_inheriting", False):
+            sys.exit(
+                'A worker imports the script: start the cluster under if __name__ == "__main__":'
+            )
         self._layout = layout = lay_out(plugin.options, n_workers, processes=processes)
-        if layout.held:
-            names = ", ".join(map(str, layout.free)) or "none now"
-            logger.warning("This cluster uses devices that are free, %s: %s", names, layout.held)
         plugin.options = replace(plugin.options, **layout.options)
         plugin.is_required = True  # no worker of this cluster runs tasks without devices
         self._plugin = plugin

@@ -29,7 +29,6 @@ class Layout:
     n_workers: int  # how many it starts
     share: int | None  # how many devices each worker has for itself; None where it has all of them
     free: tuple[Device, ...]  # those that no others hold now
-    held: str  # who holds the others
 
     @property
     def per_worker(self) -> int:
@@ -104,8 +103,11 @@ def lay_out(options: Options, n_workers: int | None, *, processes: bool) -> Layo
     if started and left_over > 0 and (divided or n_workers is None):
         workers, idle = counted(started, "worker"), counted(left_over, "device")
         logger.warning("%s will use %s each: %s will be idle", workers, share, idle)
-    layout = Layout(options, own, used, started, share, free, held_text(held))
+    layout = Layout(options, own, used, started, share, free)
     layout.check(started)
+    if held:
+        names = ", ".join(map(str, free)) or "none now"
+        logger.warning("The devices in use are those that are free, %s: %s", names, held_text(held))
     return layout
 
 

@@ -267,10 +267,3 @@ def require_ucx(protocol: str | None) -> None:
     # dask itself only warns. "ucp" is the package of earlier versions.
     if is_ucx(protocol) and importlib.util.find_spec("ucp") is None:
         require(f"protocol={str(protocol).partition(':')[0]!r}", "distributed_ucxx")
-
-
-def require_interface(name: str | None) -> None:
-    """Check that this machine has a network interface."""
-    known = psutil.net_if_addrs()
-    if name is not None and name not in known:
-        raise ValueError(f"interface={name!r} is none of this machine's: {', '.join(known)}")

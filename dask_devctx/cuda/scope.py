@@ -217,9 +217,7 @@ def _usable() -> Backend | None:
 
 
 def _identity(backend: Backend, context: int) -> int | None:
-    """Return the number by which :func:`_restore` knows whether a context lives; 0 if it always
-    does, None if it is destroyed already.
-    """
+    """Return a context's number; 0 if it always lives, None if it is destroyed already."""
     return 0 if context in backend.lasting else backend.calls.context_id(context)
 
 
@@ -250,10 +248,7 @@ def lives(backend: Backend, handle: int, identity: int | None) -> bool:
 
 
 def _empty(calls: Calls) -> None:
-    """Take all contexts off the driver's stack of this thread, also those that others pushed.
-
-    No context is current when that stack is empty. Each call with 0 takes one context off it.
-    """
+    """Take all contexts off the driver's stack of this thread; a call with 0 takes one off it."""
     calls.set_current(0)
     while calls.current():
         calls.set_current(0)

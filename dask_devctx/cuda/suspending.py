@@ -114,14 +114,6 @@ class RunningScope(Scope):
         that library finds the stack empty and fails with ``CUDA_ERROR_INVALID_CONTEXT``. When a
         scope that is open on the thread is left, it restores the context from before it. This
         initialises and destroys nothing.
-
-        Examples
-        --------
-        >>> from dask_devctx import Device
-        >>> Device(1).set_current()
-        >>> Device.unset_current()
-        >>> Device.current() is None
-        True
         """
         leave_nothing_current()
 

@@ -56,7 +56,7 @@ _BY_OWNER: Final = {
     "dask.highlevelgraph:": "MaterializedLayer",
     "distributed.worker_state_machine:": (
         "ExecuteFailureEvent ExecuteSuccessEvent GatherDepFailureEvent GatherDepSuccessEvent "
-        "RescheduleEvent"
+        "RescheduleEvent SecedeEvent"
     ),
     "distributed.worker_state_machine:TaskState.": "annotations metadata run_spec",
     "distributed.utils:": "thread_state",

@@ -254,10 +254,10 @@ class ToDevice(Registry):
         after: After = None,
         copy: bool = False,
     ) -> T:
-        if walk.is_plain(value):
-            return value
         kind = getattr(device, "type", device)  # torch's device has one
         target = None if isinstance(kind, str) and kind == "cpu" else Device(device)
+        if walk.is_plain(value):
+            return value
         if (move := thread.move) is not None and move.device is target:
             return move.take(value)  # type: ignore[no-any-return]
         if target is not None and not nbytes_by_device(value):

@@ -25,7 +25,14 @@ from tests.python import python
 
 def run_script(path: Path, text: str) -> subprocess.CompletedProcess[str]:
     path.write_text("from dask_devctx import LocalDeviceCluster\n" + text)
-    return python(str(path))
+    return python(str(path), check=False)
+
+
+def test_a_script_without_a_guard(tmp_path: Path) -> None:
+    done = run_script(tmp_path / "script.py", "LocalDeviceCluster(devices=[0, 1])")
+    assert done.returncode == 1
+    assert done.stderr.count('start the cluster under if __name__ == "__main__":') == 2
+    assert len(done.stderr.splitlines()) < 80
 
 
 # -- item i on device i

@@ -142,10 +142,7 @@ class Timeline(LanesPlot):
         return bar(batch, (start, stop), (top - 0.92 * height, top), kind, head, lines)
 
     def _running_rows(self, batch: Batch) -> Iterator[dict[str, Any]]:
-        """Yield a row for each device with tasks: since they began, or since the last task ended.
-
-        A task's own row comes when it ends.
-        """
+        """Yield a row for each device with tasks, whose own rows come when they end."""
         low, high = _TASKS
         for uuid, middle in batch.lanes.positions.items():
             one = batch.latest.get(uuid)

@@ -190,10 +190,7 @@ class Guard(Call):
                     raise self.monitor.noticed(device, found, self, began=False) from found
 
     def _begin(self) -> bool:
-        """Count the call, check its device, and leave it current for a function.
-
-        False if another task was given its turn meanwhile: this call has to wait.
-        """
+        """Count the call, and make its device current; False if another has its turn meanwhile."""
         monitor, device, calls = self.monitor, self.devices[0], self.monitor.calls
         if monitor.failure is not None:
             raise Reschedule

@@ -110,11 +110,7 @@ def _could_not_be_sent(address: str, msg: Message) -> Any:
 
 
 async def _complete(local: PeerTransfers, address: str, comm: Any, msg: Message) -> None:
-    """Put the values of another worker's answer together.
-
-    Raise `ReadThroughHostError` if they are to be asked for again, and `CommClosedError` if a
-    device failed: dask asks again, or asks another worker.
-    """
+    """Put the values of an answer together; on `CommClosedError`, dask asks again, or another."""
     if STAGED not in msg:
         return
     begun, data = time.perf_counter(), msg["data"]
@@ -207,10 +203,7 @@ async def _arrive(
 
 
 def _could_not_be_read(key: Hashable, error: Exception, sender: str, *, failed: bool) -> None:
-    """Note that a value could not be read, for the tasks that need it; else raise the error.
-
-    If a device here ``failed``, raise `CommClosedError`: another worker can read the value.
-    """
+    """Note for its tasks that a value could not be read; if a device ``failed``, others can."""
     error = error.with_traceback(None)
     if failed:
         raise CommClosedError(f"{key!r} from {sender} could not be read: {error}") from error

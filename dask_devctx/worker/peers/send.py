@@ -114,10 +114,7 @@ class _Asking:
 async def _prepared(
     local: PeerTransfers, asking: _Asking, msg: Message
 ) -> tuple[Message, Sending | None]:
-    """Return an answer: its values are staged if the worker that asked can read them.
-
-    All others on devices are in host memory, but those that UCX carries.
-    """
+    """Return an answer: its values are staged, in host memory, or left for UCX to carry."""
     store, who, data = local.store(), asking.address, msg["data"]
     reason, places = local.transport.why_not(asking.said), _on_devices(data, local.devices, store)
     work = {  # without values in host memory

@@ -35,7 +35,7 @@ class Claim:
     held = False
     waits = False
     nbytes = 0  # on each device
-    placed_at = 0.0
+    placed_at = began_at = 0.0
     anywhere = False  # whether it could be on any other device as well
     counted = False  # whether the placement counts its task
     # For the choice of the next task's device: the slots of each device, and the seconds of these.
@@ -108,9 +108,9 @@ class DeviceState:
                 self.running[threading.get_ident()] = claim
             return call
 
-    def left(self) -> None:
-        """Release what this thread's task has: it seceded, and may do so again."""
-        claim = self.running.get(threading.get_ident())
+    def left(self, thread: int | None = None) -> None:
+        """Release what a thread's task has, of this one by default: it seceded, maybe again."""
+        claim = self.running.get(thread or threading.get_ident())
         if claim is not None:
             self.admission.release(claim)
             claim.seceded()
@@ -211,10 +211,7 @@ class Admission:
                     break
 
     def _look_at_all(self) -> None:
-        """Grant claims in their order; one that has to wait is waited for on all of its devices.
-
-        A claim that is behind another one on some of its devices is not waited for on the others.
-        """
+        """Grant claims in their order; one that is first on all of its devices holds up others."""
         waiting: set[_Entry] = set()
         for one in self.states.values():
             while one.waiting and not one.waiting[0][2].waits:

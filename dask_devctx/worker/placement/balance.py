@@ -1,4 +1,4 @@
-"""Tasks that wait long while other devices are idle: they go back, and run there."""
+"""Tasks that wait long: for a device, while others are idle, or for the results of others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_devctx.dask_internals.scheduler import SOME_IDLE, part_for_idle
 from dask_devctx.dask_internals.shuffles import is_barrier
-from dask_devctx.dask_internals.worker import replaced
+from dask_devctx.dask_internals.tasks import secede_if_waiting
+from dask_devctx.dask_internals.worker import replaced, workers_log
 from dask_devctx.scheduler.messages import LATE
 from dask_devctx.worker.leases import registration
 
@@ -26,25 +27,48 @@ _LATE_S: Final = 0.1
 _AGAIN_S: Final = 0.5
 # The most tasks that it is asked for at once.
 _MOST: Final = 64
+# A task that waits for others, while tasks wait for its slot, keeps the slot for so long.
+_KEEPS_S: Final = 0.5
+_GIVEN: Final = (
+    "%r waits for results of tasks, and its slot of %s goes to others: the device runs one more "
+    "task when it goes on. Wait under 'with worker_client():', or secede() before it and rejoin()"
+)
 
 
 @contextmanager
 def giving_back(worker: Worker, admission: Admission) -> Iterator[None]:
-    """While it is open, a worker gives late tasks back for devices that are idle.
+    """While it is open, late tasks go to idle devices, and tasks that wait for tasks hold no slot.
 
-    Its own come first; the scheduler knows those of other workers.
+    Its own devices come first; the scheduler knows those of other workers.
     """
 
-    ask_at = 0.0
+    ask_at, told = 0.0, False
 
     def may_ask(**message: object) -> None:
         nonlocal ask_at
         ask_at = 0.0
         worker.loop.add_callback(look)
 
+    def give_slots_of_waiting(now: float) -> None:
+        nonlocal told
+        for state in admission.states.values():
+            for thread, run in [*state.running.items()]:
+                ran_s = now - run.began_at
+                if not run.held or ran_s < _KEEPS_S:
+                    continue
+                if secede_if_waiting(worker, run.key, thread, ran_s):
+                    state.grow(state.threads + 1)
+                    state.left(thread)
+                    if not told:
+                        workers_log.warning(_GIVEN, run.key, state.device)
+                    told = True
+
     async def look() -> None:
         nonlocal ask_at
-        every = admission.late((now := perf_counter()) - _LATE_S)
+        now = perf_counter()
+        if worker.state.ready or any(state.waiting for state in admission.states.values()):
+            give_slots_of_waiting(now)
+        every = admission.late(now - _LATE_S)
         # Where the barrier of a P2P rechunk is scheduled again, dask ends the rechunk.
         late = {one.key: one for one in every if not is_barrier(one.key)}
         idle = sum(not one.tasks for one in admission.states.values())

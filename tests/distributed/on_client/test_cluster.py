@@ -264,9 +264,7 @@ def test_the_next_cluster_gets_the_rest(
     ):
         assert sorted(client.run(of_worker).values()) == expected
         said = repr(cluster)
-    (line,) = [
-        text for text in caplog.messages if "devices that are free, cuda:2, cuda:3: " in text
-    ]
+    (line,) = [text for text in caplog.messages if "those that are free, cuda:2, cuda:3: " in text]
     assert re.search(rf"cuda:1 is held by pid \d+ on .*, worker 1 of {HOLDER}", line)
     assert said.endswith(", devices=cuda:2, cuda:3)")
 

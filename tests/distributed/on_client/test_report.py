@@ -275,10 +275,6 @@ class _Backend(TCPBackend):  # type: ignore[misc]
     _listener_class = _Listener
 
 
-def add_up(x: SimulatedArray) -> float:
-    return float(x.sum())
-
-
 @gen_test(timeout=60)
 async def test_values_that_ucx_carries_are_counted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -294,7 +290,7 @@ async def test_values_that_ucx_carries_are_counted(
         with dask.annotate(device=Device(0).uuid):
             x = client.submit(SimulatedArray, (1000,), key="x")
         with dask.annotate(device=Device(3).uuid):
-            assert await client.submit(add_up, x, key="sum") == 0
+            assert await client.submit(lambda x: float(x.sum()), x, key="sum") == 0
         (row,) = [row for row in (await report(client)).transfers if row.source == Device(0).uuid]
         assert (row.transport, row.nbytes, row.copies, row.reason) == ("ucx", 8000, 1, None)
         assert "moved by ucx: 7.8 KiB in 1 value" in str(await report(client))

@@ -14,7 +14,6 @@ from typing import Any
 import dask
 import psutil
 import pytest
-from distributed import Worker
 
 from dask_devctx import Device, LocalDeviceCluster
 from dask_devctx.config.checks import key_of
@@ -75,10 +74,6 @@ RESOURCES: list[tuple[dict[str, Any], list[tuple[Any, ...]]]] = [
 ]
 
 
-def _rmm_metric(dask_worker: Worker) -> Any:
-    return dask_worker.metrics["rmm"](dask_worker)
-
-
 def _libraries() -> tuple[str, str, str]:
     import cupy
     import numba.cuda
@@ -130,7 +125,7 @@ def test_each_device_has_its_resource(libraries: None, tmp_path: Path) -> None:
         unregistered()
 
         registered(rmm_pool_size="1GB", rmm_log_directory=tmp_path / "logs")
-        metrics = run(_rmm_metric)
+        metrics = run(lambda dask_worker: dask_worker.metrics["rmm"](dask_worker))
         assert metrics == {"rmm-used": 0, "rmm-total": 2 * GB // 256 * 256}
         names = sorted(path.name for path in (tmp_path / "logs").iterdir())
         assert names == ["rmm_log_0.dev1.txt", "rmm_log_0.dev3.txt"]

@@ -37,10 +37,6 @@ def on_a_device(number: int) -> SimulatedArray:
     return SimulatedArray.asarray(np.full(MIB // 8, float(number)))
 
 
-def mostly_on_the_host(number: int) -> list[Any]:
-    return [on_a_device(number), np.full(MIB, float(number))]
-
-
 def total(array: SimulatedArray) -> float:
     return float(array.sum())
 
@@ -69,7 +65,7 @@ def test_what_is_written_to_disk_waits_for_the_work_that_makes_it(
         machine.faults.inject("cuStreamWaitEvent", None, when=note)
         machine.faults.inject("cuEventQuery", CUresult.CUDA_ERROR_NOT_READY, times=10**6)
         with dask.annotate(device=1):
-            x = client.submit(mostly_on_the_host, 1, pure=False)
+            x = client.submit(lambda: [on_a_device(1), np.full(MIB, 1.0)], pure=False)
         await wait([x])
         assert x.key in worker.data.disk
         assert set(waits) == {1}

@@ -138,21 +138,13 @@ def _raise(error: type[Exception], beside: Any) -> Any:
     raise error("no such thing here")
 
 
-def _with_array(error: type[Exception]) -> Any:
-    return [peers.array(10), Unreadable(error)]
-
-
-def _identity(value: Any) -> Any:
-    return value
-
-
 @pytest.mark.parametrize("error", [ValueError, EOFError, FileNotFoundError])
 @on_cluster(8, 8, 8)
 async def test_its_tasks_fail_with_the_reason_and_what_comes_with_it_arrives(
     client: Any, a: Any, b: Any, c: Any, error: type[Exception]
 ) -> None:
     await client.register_plugin(DevicePlugin())
-    good = client.map(_identity, range(10), workers=[a.address], pure=False)
+    good = client.map(lambda n: n, range(10), workers=[a.address], pure=False)
     bad = client.submit(Unreadable, error, workers=[a.address], pure=False)
     await wait([*good, bad])
     started = time.monotonic()
@@ -174,7 +166,7 @@ def test_a_value_on_a_device_that_cannot_be_read() -> None:
     with peers.cluster(2) as (client, workers):
         for error in (ValueError, EOFError, OSError):
             with pytest.raises(error, match="no such thing here"):
-                peers.send(client, lambda e=error: _with_array(e), len, workers)
+                peers.send(client, lambda e=error: [peers.array(10), Unreadable(e)], len, workers)
             assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
         assert peers.nothing_staged(client)
         assert "host" not in peers.ways(client)

@@ -108,11 +108,26 @@ def ask_inside(n: int) -> int | None:
     return here()
 
 
-@pytest.mark.parametrize("task", [compute_inside, ask_inside])
-@with_plugin(64)
-async def test_tasks_that_wait_for_tasks_of_their_own(client: Any, task: Any) -> None:
-    found = await client.gather(client.map(task, range(N), pure=False))
-    assert sorted(found) == [n // 2 for n in range(N)]
+def ask_without_a_word(n: int) -> int | None:
+    client = get_client()
+    there = client.submit(here, n, pure=False).result()
+    assert {there, *client.gather(client.map(here, range(2), pure=False))} <= {*range(4)}
+    return here()
+
+
+@pytest.mark.parametrize("task", [compute_inside, ask_inside, ask_without_a_word])
+@pytest.mark.parametrize("nthreads", [4, 64])
+def test_tasks_that_wait_for_tasks_of_their_own(
+    task: Any, nthreads: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    @with_plugin(nthreads)
+    async def body(client: Any) -> None:
+        found = await client.gather(client.map(task, range(N), pure=False))
+        assert sorted(found) == [n // 2 for n in range(N)] or nthreads == 4
+
+    body()
+    said = [text for text in caplog.messages if "waits for results of tasks" in text]
+    assert len(said) == (task is ask_without_a_word)
 
 
 # -- tasks that a worker has ahead, behind one that takes long
