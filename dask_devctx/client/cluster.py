@@ -107,9 +107,7 @@ class LocalDeviceCluster(internals.WatchedCluster):
         require_packages(plugin.options)
         processes = kwargs.get("processes") is not False
         if processes and getattr(multiprocessing.current_process(), "_inheriting", False):
-            sys.exit(
-                'A worker imports the script: start the cluster under if __name__ == "__main__":'
-            )
+            sys.exit('Workers import the script: start the cluster under if __name__ == "__main__"')
         self._layout = layout = lay_out(plugin.options, n_workers, processes=processes)
         plugin.options = replace(plugin.options, **layout.options)
         plugin.is_required = True  # no worker of this cluster runs tasks without devices

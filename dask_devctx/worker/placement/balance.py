@@ -30,8 +30,8 @@ _MOST: Final = 64
 # A task that waits for others, while tasks wait for its slot, keeps the slot for so long.
 _KEEPS_S: Final = 0.5
 _GIVEN: Final = (
-    "%r waits for results of tasks, and its slot of %s goes to others: the device runs one more "
-    "task when it goes on. Wait under 'with worker_client():', or secede() before it and rejoin()"
+    "%r waits for results of tasks, and others get its slot of %s (this is told once). When it "
+    "goes on, both compute there. To take a slot again then, wait under 'with worker_client():'"
 )
 
 

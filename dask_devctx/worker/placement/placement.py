@@ -200,7 +200,8 @@ class Placement:
             [str(mine.info) for mine in self.devices],
             discovery.inventory(driver.backend()).visible_devices,
             f"The machine has {group[0].info}, which this worker does not use, and no worker "
-            "that uses it has joined, among those that the task may run on (workers=, resources=)",
+            "that uses it has joined in time, among those that the task may run on (workers=, "
+            "resources=). A device of a worker that cluster.scale(…) retired comes back with it",
         )
 
     def _not_enough(self, wanted: int, named: Sequence[Device] = ()) -> DevctxError:
