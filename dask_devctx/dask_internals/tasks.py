@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -13,19 +12,16 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter
-from time import time
 from typing import Any, Final, NamedTuple
 
 from dask._task_spec import DataNode, GraphNode, Task
-from distributed import Client, Worker, as_completed, wait
-from distributed import Future as Result
+from distributed import Worker
 from distributed.threadpoolexecutor import ThreadPoolExecutor as ThreadPoolExecutor
 from distributed.threadpoolexecutor import rejoin, secede, thread_state
 from distributed.worker_state_machine import (
     ExecuteFailureEvent,
     ExecuteSuccessEvent,
     RescheduleEvent,
-    SecedeEvent,
 )
 
 from dask_devctx.dask_internals.worker import replaced
@@ -41,12 +37,6 @@ NODE_PARTS: Final[dict[Any, Callable[[Any], Any]]] = {
     Task: attrgetter("func", "args", "kwargs"),
     DataNode: lambda node: (node.value,),
     GraphNode: lambda node: (),
-}
-
-
-_WAITS: Final = {
-    function.__code__
-    for function in (wait, as_completed.__next__, Client.gather, Result.result, Result.exception)
 }
 
 
@@ -145,17 +135,6 @@ def ended_here(worker: Worker, which: Callable[[Mapping[str, Any] | None], bool]
 def has_seceded() -> bool:
     """Return whether this thread of a pool has seceded from it."""
     return not getattr(thread_state, "proceed", True)
-
-
-def secede_if_waiting(worker: Worker, key: Hashable, thread: int, seconds: float) -> bool:
-    """Let a task secede that waits on its thread for results of tasks; return whether it does."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None and frame.f_code not in _WAITS:
-        frame = frame.f_back
-    if frame is not None:
-        event = SecedeEvent(key=key, compute_duration=seconds, stimulus_id=f"secede-{time()}")
-        worker.handle_stimulus(event)
-    return frame is not None
 
 
 def rejoin_if_seceded() -> None:

@@ -6,15 +6,17 @@ import asyncio
 import functools
 import inspect
 import logging
+import sys
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any, Final
 
-from distributed import Worker, WorkerPlugin
+from distributed import Client, Future, Worker, WorkerPlugin, as_completed, wait
 from distributed.core import error_message
 from distributed.utils import thread_state
+from distributed.worker_state_machine import SecedeEvent
 
 from dask_devctx.dask_internals import unsupported
 
@@ -199,6 +201,27 @@ async def leave_scheduler(worker: Worker, *, expected: bool) -> None:
 
 def _stimulus() -> str:
     return f"devctx-device-failed-{time.time()}"
+
+
+# -- tasks that wait for tasks
+
+_WAITS: Final = {
+    one.__code__
+    for one in (wait, as_completed.__next__, Client.gather, Future.result, Future.exception)
+}
+
+
+def waits_for_tasks(thread: int) -> bool:
+    """Return whether a thread waits for results of tasks."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_code not in _WAITS:
+        frame = frame.f_back
+    return frame is not None
+
+
+def let_secede(worker: Worker, key: Hashable, ran_s: float) -> None:
+    """Let a task secede for dask, which then gives the worker another one."""
+    worker.handle_stimulus(SecedeEvent(key=key, compute_duration=ran_s, stimulus_id=_stimulus()))
 
 
 # -- data

@@ -91,12 +91,16 @@ class Look:
             raise self._checked.error(name, failed[1])
         return name, failed[1]
 
-    def __call__(self) -> None:
-        """Raise the error of an earlier kernel, if there is one."""
+    def __call__(self, context: int = 0) -> None:
+        """Raise the error of an earlier kernel; a context that is given is current afterwards."""
         by = self._addresses
         if not by:
+            if context:
+                self._calls.driver.cuCtxSetCurrent(context)
             self._calls.free(0)  # it frees nothing
-        elif failed := invoke_relaxed(by[_EXCHANGE], by["cuMemFree"], 0, 0):
+            return
+        current = (by["cuCtxSetCurrent"], context, 0) if context else ()
+        if failed := invoke_relaxed(by[_EXCHANGE], *current, by["cuMemFree"], 0, 0):
             raise self._checked.error(*self._named(failed))
 
     def reached(self, event: int) -> bool:
@@ -115,10 +119,7 @@ class Look:
         return bool(status == 0)
 
     def is_legacy_idle(self) -> bool:
-        """Return whether the legacy default stream is idle; False where it cannot be asked.
-
-        Then a few launches into streams that no library uses cannot wait.
-        """
+        """Return whether the legacy stream is idle: launches into unused ones do not wait then."""
         by = self._addresses
         return bool(by) and invoke_relaxed(by[_EXCHANGE], *self._idle) is None
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from dask_devctx import driver
 from dask_devctx.cuda.device import Device
+from dask_devctx.cuda.naming import refuse_no_name
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.driver.relaxed import RelaxedCapture
 from dask_devctx.errors import DevctxError
@@ -255,9 +256,12 @@ class ToDevice(Registry):
         copy: bool = False,
     ) -> T:
         kind = getattr(device, "type", device)  # torch's device has one
-        target = None if isinstance(kind, str) and kind == "cpu" else Device(device)
+        on_host = isinstance(kind, str) and kind == "cpu"
         if walk.is_plain(value):
+            if device is not None and not on_host:
+                refuse_no_name(device)  # the arguments may be swapped
             return value
+        target = None if on_host else Device(device)
         if (move := thread.move) is not None and move.device is target:
             return move.take(value)  # type: ignore[no-any-return]
         if target is not None and not nbytes_by_device(value):

@@ -94,10 +94,6 @@ def is_away(key: str, dask_worker: Worker) -> bool:
     return any(value.is_away for value in data.values_of([key]))
 
 
-def paused() -> str | None:
-    return os.environ.get("PAUSED")
-
-
 def fail(function: str, status: int, times: int = 1) -> None:
     faults().inject(function, CUresult(status), times=times)
 
@@ -140,7 +136,8 @@ def faults() -> Any:
 
 def when_paused(client: Client, worker: str, timeout_s: float = 20.0) -> None:
     """Wait until a worker is in a call that :func:`hold` made long."""
-    assert until(lambda: client.run(paused, workers=[worker])[worker], timeout_s), "never called"
+    where = {"workers": [worker]}
+    assert until(lambda: client.run(os.getenv, "PAUSED", **where)[worker], timeout_s), "not called"
 
 
 def until(condition: Callable[[], Any], within_s: float) -> bool:

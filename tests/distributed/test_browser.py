@@ -36,10 +36,6 @@ def browser() -> Iterator[Any]:
         opened.quit()
 
 
-def errors_of(opened: Any) -> list[str]:
-    return [line["message"] for line in opened.get_log("browser") if line["level"] == "SEVERE"]
-
-
 pytest.importorskip("bokeh")
 pytestmark = pytest.mark.skipif(
     not (shutil.which("chromium") and shutil.which("chromedriver")),
@@ -178,4 +174,4 @@ def test_the_page_of_a_job_that_runs(client: Client, tmp_path: Path) -> None:
         for path in ("devices", "individual-device-timeline"):
             page.get(url.replace("devices", path))
             until(lambda: page.execute_script(look), ["?theme=dark", "rgb(21, 25, 28)"].__eq__)
-        assert errors_of(page) == []
+        assert [one for one in page.get_log("browser") if one["level"] == "SEVERE"] == []

@@ -32,6 +32,7 @@ from dask_devctx.driver import statuses
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.scheduler.messages import ANNOUNCE, CLAIM, FAILED, HISTORY, LATE, RECHUNK, REFUSE
+from dask_devctx.worker.failures.calls import Calls
 from tests.conftest import Replacing
 from tests.distributed.devices import here, started
 
@@ -53,6 +54,17 @@ def test_every_sticky_status_is_found_by_the_probe(code: int, machine: Simulated
         with pytest.raises(DriverError) as caught:
             driver.backend().calls.work.look()
     assert statuses.failed(caught.value.code)
+
+
+def test_a_mark_is_of_its_device_whatever_a_task_left_current(machine: SimulatedMachine) -> None:
+    work = Calls().works[Device(0)]
+    with Device(0):
+        for _ in range(2):
+            Device(1).set_current()
+            work.left.append((next(work.numbers), "task"))
+            work.look(mark=True)
+    work.look(mark=False)
+    assert not work.left, "no task is a suspect any more"
 
 
 def reset() -> None:

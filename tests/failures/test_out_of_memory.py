@@ -208,14 +208,9 @@ def test_tasks_that_secede_twice(machine: SimulatedMachine) -> None:
             assert isinstance(future.exception(timeout=20), DeviceOutOfMemoryError)
 
 
-def secede_and_run_out() -> int:
-    secede()
-    return run_out_of_memory(1)
-
-
 def test_a_task_that_seceded_is_in_its_pool_again_when_it_is_tried_again(client: Client) -> None:
     with dask.annotate(device=2):
-        assert client.submit(secede_and_run_out).result(timeout=20) == 2
+        assert client.submit(lambda: secede() or run_out_of_memory(1)).result(timeout=20) == 2
     assert runs == [2, 2]
 
 

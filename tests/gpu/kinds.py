@@ -107,10 +107,6 @@ def _t() -> Any:
     return torch.arange(24.0, device="cuda").reshape(4, 6) / 7
 
 
-def _as_dtype(name: str) -> Any:
-    return _t().to(getattr(torch, name))
-
-
 def _bytes(tensor: Any) -> Any:
     """For the types that compute little or nothing."""
     assert tensor.device.index == torch.cuda.current_device()
@@ -191,10 +187,6 @@ class Holder:
         self.by_name = dict(zip("abc", parts, strict=False))
 
 
-def _normal() -> Any:
-    return torch.distributions.Normal(_t(), torch.ones_like(_t()))
-
-
 def _graph() -> Any:
     edges = torch.tensor([[0, 1, 1], [1, 0, 2]], device="cuda")
     return geometric.Data(x=_t(), edge_index=edges)
@@ -248,7 +240,8 @@ DTYPES_OF_A_PROCESS = (
 
 def _dtypes(names: str, **more: Any) -> dict[str, Kind]:
     return {
-        f"torch {name}": Kind(partial(_as_dtype, name), _bytes, **more) for name in names.split()
+        f"torch {name}": Kind(lambda to=name: _t().to(getattr(torch, to)), _bytes, **more)
+        for name in names.split()
     }
 
 
@@ -268,7 +261,8 @@ _TORCH = {
     "torch model and optimizer": Kind(_training, _trained, sent=True),
     "torch model, optimizer, scheduler": Kind(_with_scheduler, _trained),
     "torch distribution": Kind(
-        _normal, lambda v: numbers(v.log_prob(torch.ones(6, device="cuda")))
+        lambda: torch.distributions.Normal(_t(), torch.ones_like(_t())),
+        lambda v: numbers(v.log_prob(torch.ones(6, device="cuda"))),
     ),
     "torch dataset": Kind(
         lambda: torch.utils.data.TensorDataset(_t()), lambda v: numbers(list(v[1]))

@@ -140,18 +140,18 @@ class Work:
             calls.work.look()
 
     def look(self, *, mark: bool) -> None:
-        """Query the progress and health of the device, which is current, without waiting.
+        """Query the progress and health of the device, current or not, without waiting.
 
         If the device reached the mark and has not failed, the tasks that had ended at the mark are
         cleared. The event is recorded again after the device reached it.
         """
-        calls, marked = self.device._backend.calls.work, self._marked
+        look, marked = self.device._backend.calls.work.look, self._marked
         if not (marked or mark) or not self._looking.acquire(blocking=False):
-            calls.look()
+            look(self.device._handle)
             return
         try:
             if marked := self._marked:
-                if not calls.look.reached(self._event._handle):  # type: ignore[union-attr]
+                if not look.reached(self._event._handle):  # type: ignore[union-attr]
                     return
                 while self.left and self.left[0][0] < marked:
                     self.left.popleft()
@@ -159,21 +159,22 @@ class Work:
             # Recording an event on the whole context ends a graph capture of another thread.
             if mark and not (self._calls.running and self._calls.running_on(self.device)):
                 if self._event is None:
-                    with RelaxedCapture(calls):
+                    self.device.set_current()  # a task may have left another
+                    with RelaxedCapture(self.device._backend.calls.work):
                         self._event = Event(self.device)
                 number = next(self.numbers)
-                if calls.look.record(self._event._handle, self.device._handle):
+                if look.record(self._event._handle, self.device._handle):
                     self._marked = number
                     return
                 # A driver that is too old for marks clears no suspect.
                 marked = 0
             if not marked:
-                calls.look()
+                look(self.device._handle)
         except DriverError as error:
             if statuses.failed(error.code):
                 raise
             logger.debug("the progress of %s is unknown: %s", self.device, error)
-            calls.look()
+            look(self.device._handle)
         finally:
             self._looking.release()
 

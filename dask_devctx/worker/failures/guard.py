@@ -239,8 +239,7 @@ class Guard(Call):
                     with scope:
                         work = calls.works[device]
                         if self.synchronizes:
-                            if current:
-                                device.set_current()  # the task may have left another
+                            device.set_current()  # the task may have left another
                             work.wait()
                         else:
                             work.look(mark=True)

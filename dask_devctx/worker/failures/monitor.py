@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from typing import Final
@@ -18,8 +17,6 @@ from dask_devctx.scheduler.messages import Failure
 from dask_devctx.worker.failures.calls import Call, Calls
 from dask_devctx.worker.failures.oom_retries import Retries
 from dask_devctx.worker.failures.shutdown import begin_the_end
-
-logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL_MS: Final = 1000
 
@@ -83,8 +80,6 @@ class Monitor:
         except DevctxError as error:
             if isinstance(error, DriverError) and statuses.failed(error.code):
                 self.noticed(device, error)
-            else:
-                logger.debug("the progress of %s is unknown: %s", device, error)
 
     # -- a failure
 

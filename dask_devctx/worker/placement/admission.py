@@ -34,6 +34,7 @@ class Claim:
     priority: tuple[Any, ...]
     held = False
     waits = False
+    given = False  # whether others have got its slot, and it keeps its thread
     nbytes = 0  # on each device
     placed_at = began_at = 0.0
     anywhere = False  # whether it could be on any other device as well
@@ -65,7 +66,7 @@ class DeviceState:
         self.waiting: list[_Entry] = []  # a heap
         self.queue: list[object] = []  # a worker that closes clears it; threads may wait for claims
         self.ready: deque[Any] = deque()
-        self.running: dict[int, Claim] = {}  # by thread
+        self.running: dict[int, Any] = {}  # by thread
         self.threads = 0  # as many may run here; `grow` starts more
         self.grow: Callable[[int], object] = lambda threads: None
         self.is_ended = False
@@ -108,10 +109,11 @@ class DeviceState:
                 self.running[threading.get_ident()] = claim
             return call
 
-    def left(self, thread: int | None = None) -> None:
-        """Release what a thread's task has, of this one by default: it seceded, maybe again."""
-        claim = self.running.get(thread or threading.get_ident())
+    def left(self) -> None:
+        """Release what this thread's task has: it seceded, and may do so again."""
+        claim = self.running.get(threading.get_ident())
         if claim is not None:
+            claim.given = False
             self.admission.release(claim)
             claim.seceded()
 
@@ -246,4 +248,4 @@ class Admission:
         first.ready.append(claim.call)
         first.changed.notify()
         if len(first.ready) + len(first.running) > first.threads:
-            first.grow(len(first.ready) + sum(one.held for one in first.running.values()))
+            first.grow(len(first.ready) + sum(o.held or o.given for o in first.running.values()))

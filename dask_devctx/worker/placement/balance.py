@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from time import perf_counter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from distributed import Worker
 from tornado.ioloop import PeriodicCallback
 
 from dask_devctx.dask_internals.scheduler import SOME_IDLE, part_for_idle
 from dask_devctx.dask_internals.shuffles import is_barrier
-from dask_devctx.dask_internals.tasks import secede_if_waiting
-from dask_devctx.dask_internals.worker import replaced, workers_log
+from dask_devctx.dask_internals.worker import let_secede, replaced, waits_for_tasks, workers_log
 from dask_devctx.scheduler.messages import LATE
 from dask_devctx.worker.leases import registration
 
@@ -37,12 +36,9 @@ _GIVEN: Final = (
 
 @contextmanager
 def giving_back(worker: Worker, admission: Admission) -> Iterator[None]:
-    """While it is open, late tasks go to idle devices, and tasks that wait for tasks hold no slot.
-
-    Its own devices come first; the scheduler knows those of other workers.
-    """
-
+    """While it is open, late tasks go to idle devices; tasks that wait for tasks hold no slot."""
     ask_at, told = 0.0, False
+    since: dict[Any, float] = {}  # when each task was first seen to wait for tasks
 
     def may_ask(**message: object) -> None:
         nonlocal ask_at
@@ -50,24 +46,28 @@ def giving_back(worker: Worker, admission: Admission) -> Iterator[None]:
         worker.loop.add_callback(look)
 
     def give_slots_of_waiting(now: float) -> None:
-        nonlocal told
+        nonlocal since, told
+        before, since = since, {}
+        full = len(worker.state.executing) >= worker.state.nthreads
         for state in admission.states.values():
             for thread, run in [*state.running.items()]:
-                ran_s = now - run.began_at
-                if not run.held or ran_s < _KEEPS_S:
+                needed = run.until or (run.held and (state.waiting or full))
+                # Others might reserve the same memory: such tasks keep their slots.
+                if not needed or run.nbytes or not waits_for_tasks(thread):
                     continue
-                if secede_if_waiting(worker, run.key, thread, ran_s):
-                    state.grow(state.threads + 1)
-                    state.left(thread)
-                    if not told:
-                        workers_log.warning(_GIVEN, run.key, state.device)
-                    told = True
+                since[run] = before.get(run, now)
+                if now - since[run] < _KEEPS_S:
+                    continue
+                run.given = True
+                admission.release(run)
+                run.seceded()
+                let_secede(worker, run.key, now - run.began_at)
+                say, told = (workers_log.debug if told else workers_log.warning), True
+                say(_GIVEN, run.key, state.device)
 
     async def look() -> None:
         nonlocal ask_at
-        now = perf_counter()
-        if worker.state.ready or any(state.waiting for state in admission.states.values()):
-            give_slots_of_waiting(now)
+        give_slots_of_waiting(now := perf_counter())
         every = admission.late(now - _LATE_S)
         # Where the barrier of a P2P rechunk is scheduled again, dask ends the rechunk.
         late = {one.key: one for one in every if not is_barrier(one.key)}

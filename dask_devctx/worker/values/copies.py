@@ -119,10 +119,9 @@ class Copies:
     # -- for tasks
 
     def get(self, value: Value, whole: Any, device: Device, *, ahead: bool = False) -> Any:
-        """Return a copy of a value for use on this thread's current streams of a device.
+        """Return a copy of a value, which is ``whole``, for this thread's streams of a device.
 
-        ``whole`` is the value itself. Out of memory, this drops all copies there and tries once
-        more. One thread makes a copy, and others that need it wait.
+        One thread makes a copy, and others that need it wait.
         """
         sources = dict(value.nbytes)
         sources.pop(device, None)

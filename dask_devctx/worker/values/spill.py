@@ -333,9 +333,7 @@ class Spill:
             logger.warning(  # once: dask shows no lines of a lower level
                 "worker %s: %s holds more than its limit of %s: values go to host memory, and come "
                 "back before their tasks (device_memory_limit). report(client).devices counts them",
-                self._worker.name,
-                device,
-                format_bytes(account.limit),
+                *(self._worker.name, device, format_bytes(account.limit)),
             )
         self._moved(value)
         return freed
@@ -360,9 +358,7 @@ class Spill:
                 logger.warning(
                     "values of the type %s stay on their devices, whatever the limit: they cannot "
                     "be pickled without their device memory (%s: %s)",
-                    kind.__qualname__,
-                    type(error).__name__,
-                    error,
+                    *(kind.__qualname__, type(error).__name__, error),
                 )
 
     # -- restored

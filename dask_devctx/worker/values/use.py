@@ -128,9 +128,10 @@ class Use:
                     self._copies.append(whole)
                 continue
             here = self.data[key] = store.copies.get(value, whole, device)
-            self._copies.append(here)
-            if key in pinned and device not in value.nbytes:
-                store.spill.unpin([pinned.pop(key)])  # all reads are of the copy now
+            if here is not whole:  # else its type is known, and not how to move it
+                self._copies.append(here)
+                if key in pinned and device not in value.nbytes:
+                    store.spill.unpin([pinned.pop(key)])  # all reads are of the copy now
         self._run.inputs_s = perf_counter() - begun
 
     def returned(self, result: Any) -> Any:

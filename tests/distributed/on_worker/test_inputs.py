@@ -17,7 +17,7 @@ import dask
 import numpy as np
 import pytest
 from cuda.bindings.driver import CUresult
-from distributed import Client, Worker, secede, wait
+from distributed import Client, Worker, get_worker, secede, wait
 from distributed.utils_test import async_poll_for
 
 from dask_devctx import (
@@ -51,6 +51,21 @@ def where(*arrays: SimulatedArray) -> tuple[int, ...]:
 
 def copied_to(worker: Any, device: int) -> Any:
     return worker.data.spill.counts(Device(device))["copies"]
+
+
+class Stuck(list):
+    """A type whose device is known, and not how it moves."""
+
+
+@one_worker()
+async def test_an_input_that_cannot_move_stays_there_while_it_is_used(client: Any) -> None:
+    device_of.register(Stuck, lambda stuck: 0)
+    stuck = client.submit(Stuck, [1])
+    with dask.annotate(device=1):
+        pins = client.submit(
+            lambda stuck, key: get_worker().data.values_of([key])[0].pins, stuck, stuck.key
+        )
+    assert await pins == 1
 
 
 def traffic(worker: Worker) -> dict[tuple[int, int], tuple[int, int, int]]:
@@ -149,12 +164,7 @@ async def test_a_cancelled_task_that_runs_late_leaves_no_copy(
         assert await client.submit(lambda array: float(array.sum()), x, pure=False) == 200.0
 
 
-def make_after_it_seceded() -> SimulatedArray:
-    secede()
-    return make()
-
-
-@pytest.mark.parametrize("maker", [make, make_after_it_seceded])
+@pytest.mark.parametrize("maker", [make, lambda: secede() or make()])
 @pytest.mark.parametrize("reader", ["client", "task without a device"])
 def test_what_is_read_on_other_streams_waits_for_the_work_that_makes_it(
     reader: str,

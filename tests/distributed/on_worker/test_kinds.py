@@ -81,16 +81,11 @@ async def divide_later(n: int) -> float:
     return 1 / n
 
 
-@on_device(2)
-def divide_on_a_device(n: int) -> float:
-    return divide(n)
-
-
 @pytest.mark.parametrize(
     ("function", "device"),
     [
         *((function, device) for function in (divide, divide_later) for device in ("auto", None)),
-        (divide_on_a_device, "auto"),
+        (on_device(2)(divide), "auto"),
     ],
 )
 @with_plugin()

@@ -59,10 +59,6 @@ def views(base: Any) -> list[Any]:
     return [base, base.T, base[::2, 1:], base[:0], base.astype("f2"), base.sum()]
 
 
-def made_views() -> list[Any]:
-    return views(SimulatedArray.asarray(LAYOUTS))
-
-
 def seen_views(arrays: list[Any]) -> Any:
     here = Device.current()
     return [(a.get().tolist(), str(a.dtype)) for a in arrays], {a.device is here for a in arrays}
@@ -135,7 +131,7 @@ def host_data() -> Any:
 # Functions that make a value and that look at it, and what the second one returns.
 KINDS = [
     (
-        made_views,
+        lambda: views(SimulatedArray.asarray(LAYOUTS)),
         seen_views,
         ([(np.asarray(a).tolist(), str(a.dtype)) for a in views(LAYOUTS)], {True}),
     ),
@@ -315,10 +311,6 @@ def test_a_copy_that_fails_sends_a_value_through_the_host_once(pair: Pair, value
     assert peers.nothing_staged(client)
 
 
-def impatient() -> None:
-    transport._AGAIN_S = 0.2  # type: ignore[misc]
-
-
 @pytest.mark.parametrize("lasts", [True, False])
 @pytest.mark.parametrize(
     ("where", "function", "reason"),
@@ -332,7 +324,7 @@ def test_where_the_driver_refuses_values_go_as_dask_sends_them(
 ) -> None:
     """A worker that refused for a passing reason is asked again."""
     with peers.cluster(2) as (client, workers):
-        client.run(impatient)
+        client.run(setattr, transport, "_AGAIN_S", 0.2)
         status, times = (801, 10**6) if lasts else (2, 1)  # not supported, or out of memory
         client.run(peers.fail, function, status, times, workers=[workers[where]])
         client.run(peers.keep_log)

@@ -101,10 +101,6 @@ def reserved(dask_worker: Worker) -> int:
     return sum(account.reserved for account in memory.accounts.values())
 
 
-def is_known(key: str, dask_worker: Worker) -> bool:
-    return key in dask_worker.state.tasks
-
-
 def test_no_room_stays_reserved_for_a_value_that_is_cancelled_on_its_way() -> None:
     with peers.cluster(2) as (client, workers):
         receiver, address = workers[1:], workers[1]
@@ -118,8 +114,8 @@ def test_no_room_stays_reserved_for_a_value_that_is_cancelled_on_its_way() -> No
         use.cancel()
         made.cancel()
         client.run(peers.go_on, workers=receiver)
-        key = made.key
-        assert peers.until(lambda: not client.run(is_known, key, workers=receiver)[address], 20)
+        known = lambda dask_worker, key=made.key: key in dask_worker.state.tasks  # noqa: E731
+        assert peers.until(lambda: not client.run(known, workers=receiver)[address], 20)
         assert peers.until(lambda: client.run(reserved, workers=receiver)[address] == 0, 10)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections import Counter
@@ -60,14 +61,10 @@ async def meet_in_a_coroutine(n: int) -> Met:
     return True, here()
 
 
-def give_up(n: int) -> Met:
-    return meet(n, 0.5)
-
-
 @pytest.mark.parametrize(
     ("task", "device", "options", "expected"),
     [
-        (give_up, "auto", {}, None),
+        (lambda n: meet(n, 0.5), "auto", {}, None),
         (meet, "none", {"cpu_threads": N}, [(True, None)] * N),
         (meet, "auto", {"tasks_per_device": 2}, [(True, n // 2) for n in range(N)]),
         # Where one has left already when the next comes, its device may get that one, too.
@@ -108,26 +105,42 @@ def ask_inside(n: int) -> int | None:
     return here()
 
 
-def ask_without_a_word(n: int) -> int | None:
-    client = get_client()
-    there = client.submit(here, n, pure=False).result()
-    assert {there, *client.gather(client.map(here, range(2), pure=False))} <= {*range(4)}
-    return here()
+@pytest.mark.parametrize("task", [compute_inside, ask_inside])
+@with_plugin(64)
+async def test_tasks_that_wait_for_tasks_of_their_own(client: Any, task: Any) -> None:
+    found = await client.gather(client.map(task, range(N), pure=False))
+    assert sorted(found) == [n // 2 for n in range(N)]
 
 
-@pytest.mark.parametrize("task", [compute_inside, ask_inside, ask_without_a_word])
-@pytest.mark.parametrize("nthreads", [4, 64])
-def test_tasks_that_wait_for_tasks_of_their_own(
-    task: Any, nthreads: int, caplog: pytest.LogCaptureFixture
+ended: set[int] = set()
+
+
+def ask(n: int, device: str) -> tuple[float, float]:
+    """Wait for a task, and run out of memory unless ``n`` has ended; when it began and ended."""
+    began = time.perf_counter()
+    with dask.annotate(device=device):
+        get_client().submit(time.sleep, 0.3, pure=False).result()
+    if n not in ended:
+        ended.add(n)
+        raise MemoryError("CUDA out of memory")
+    return began, time.perf_counter()
+
+
+@pytest.mark.parametrize("memory", [None, "9 GiB"])
+@with_plugin(64, devices=[0])
+async def test_what_a_slot_that_is_given_up_leaves(
+    client: Any, memory: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    @with_plugin(nthreads)
-    async def body(client: Any) -> None:
-        found = await client.gather(client.map(task, range(N), pure=False))
-        assert sorted(found) == [n // 2 for n in range(N)] or nthreads == 4
-
-    body()
-    said = [text for text in caplog.messages if "waits for results of tasks" in text]
-    assert len(said) == (task is ask_without_a_word)
+    monkeypatch.setattr(balance, "_KEEPS_S", 0.1)
+    ended.update(range(3))
+    with dask.annotate(**({"device_memory": memory} if memory else {})):
+        spans = await client.gather(client.map(ask, range(3), device="none", pure=False))
+    overlap = any(one[1] > other[0] for one, other in itertools.pairwise(sorted(spans)))
+    assert overlap is (memory is None), "what a task reserves is its own to the end"
+    ended.clear()
+    await asyncio.wait_for(client.gather(client.map(ask, range(3), device="auto")), 20)
+    threads = [one.name for one in threading.enumerate() if "devctx-cuda:0" in one.name]
+    assert len(threads) <= 4, "each waits on a thread, and one runs"
 
 
 # -- tasks that a worker has ahead, behind one that takes long
@@ -208,6 +221,11 @@ def ask_plainly(n: int) -> int | None:
 
 
 @pytest.mark.parametrize("n_workers", [1, 2, 4])
-def test_fewer_tasks_than_slots_may_wait_for_tasks_of_their_own(n_workers: int) -> None:
-    with started(n_workers=n_workers) as client:
-        assert client.gather(client.map(ask_plainly, range(3), pure=False)) == [N] * 3
+@pytest.mark.parametrize("n", [3, N])
+def test_they_may_wait_without_a_word(
+    n_workers: int, n: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with started(n_workers=n_workers, threads_per_worker=4 // n_workers) as client:
+        assert client.gather(client.map(ask_plainly, range(n), pure=False)) == [N] * n
+    said = [text for text in caplog.messages if "waits for results of tasks" in text]
+    assert (n > 4) <= len(said) <= n_workers, "there are four slots"
