@@ -67,8 +67,7 @@ class LocalDeviceCluster(internals.WatchedCluster):
     ImportError
         A package that an option needs is not installed.
     RuntimeError
-        A worker cannot start, for example because a script starts the cluster outside of ``if
-        __name__ == "__main__":``.
+        A worker cannot start.
     TypeError
         An argument is unknown.
     ValueError

@@ -89,6 +89,8 @@ class Report(list[ReportedTask]):
         The reason why a worker did not answer, by its address. The other attributes lack it.
     waiting
         The number of tasks that no worker has yet, because all have enough or none is suitable.
+    seceded
+        The number of tasks that run without a slot: tasks that wait for tasks.
     failures
         The latest failures of devices, each as a text, also of workers that left.
     """
@@ -102,6 +104,7 @@ class Report(list[ReportedTask]):
     without_device: Sequence[ReportedTask] = field(default_factory=list)
     hosted: int = 0
     waiting: int = 0
+    seceded: int = 0
     failures: Sequence[str] = ()
 
     def __post_init__(self, tasks: Sequence[ReportedTask]) -> None:
@@ -181,6 +184,7 @@ async def _report(client: Client) -> Report:
         without_device=[task for task in tasks if task.uuid is None],
         hosted=sum(one["without_device"] for _, one in found),
         waiting=waiting,
+        seceded=sum(one["seceded"] for _, one in found),
         failures=failures,
     )
 
@@ -212,7 +216,8 @@ async def _of_worker(dask_worker: Worker) -> dict[str, Any] | None:
     if not isinstance(plugin, DevicePlugin):
         return None
     found = plugin.report()
-    return None if found is None else {**found, "name": str(dask_worker.name)}
+    more = {"name": str(dask_worker.name), "seceded": len(dask_worker.state.long_running)}
+    return None if found is None else found | more
 
 
 # -- its text
@@ -227,6 +232,8 @@ def _below(report: Report) -> Iterator[str]:
     """Yield the lines below the table."""
     if report.waiting:
         yield f"on no worker yet: {counted(report.waiting, 'task')}"
+    if report.seceded:
+        yield f"seceded, such as tasks that wait for tasks: {report.seceded}"
     if report.hosted:
         yield f"tasks without a device: {report.hosted}"
     yield from _moved(report)

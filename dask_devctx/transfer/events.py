@@ -145,10 +145,7 @@ class Stamp:
 
     @classmethod
     def of_devices(cls, devices: Iterable[Device], *, blocking: bool = True) -> Self:
-        """Return a stamp of this thread's work on devices, and of all in their blocking streams.
-
-        Without ``blocking``, it is of the work in this thread's current streams.
-        """
+        """Return a stamp of this thread's work, and if ``blocking``, of all in blocking streams."""
         stamp, more = cls({}), (LEGACY_STREAM,) if blocking else ()
         for device in devices:
             with device:

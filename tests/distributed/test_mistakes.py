@@ -30,8 +30,8 @@ def run_script(path: Path, text: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_script_without_a_guard(tmp_path: Path) -> None:
     done = run_script(tmp_path / "script.py", "LocalDeviceCluster(devices=[0, 1])")
-    assert done.returncode == 1
-    assert done.stderr.count('start the cluster under if __name__ == "__main__"') == 2
+    said = done.stderr.count('start the cluster under if __name__ == "__main__"')
+    assert (done.returncode, said) == (1, 2)
     assert len(done.stderr.splitlines()) < 80
 
 

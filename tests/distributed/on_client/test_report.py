@@ -79,6 +79,7 @@ def test_what_waits_and_what_runs(client: Client, cluster: LocalDeviceCluster) -
 
 def secedes(fails: bool) -> None:
     secede()
+    time.sleep(0.5)
     if fails:
         raise ValueError("on purpose")
 
@@ -86,6 +87,7 @@ def secedes(fails: bool) -> None:
 def test_tasks_that_seceded_are_reported(client: Client) -> None:
     with dask.annotate(device=1):
         futures = client.map(secedes, [False, True], pure=False)
+    poll_for(lambda: "seceded, such as tasks that wait for tasks: 2" in str(report(client)), 10)
     wait(futures)
     found = report(client)
     assert sorted(task.outcome for task in found) == ["error", "memory"]

@@ -222,9 +222,7 @@ def ask_plainly(n: int) -> int | None:
 
 @pytest.mark.parametrize("n_workers", [1, 2, 4])
 @pytest.mark.parametrize("n", [3, N])
-def test_they_may_wait_without_a_word(
-    n_workers: int, n: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_they_may_wait_without_a_word(n_workers: int, n: int, caplog: Any) -> None:
     with started(n_workers=n_workers, threads_per_worker=4 // n_workers) as client:
         assert client.gather(client.map(ask_plainly, range(n), pure=False)) == [N] * n
     said = [text for text in caplog.messages if "waits for results of tasks" in text]
