@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import dask
@@ -17,6 +18,7 @@ from distributed import Client, LocalCluster
 from distributed.utils_test import poll_for
 
 from dask_devctx import (
+    Context,
     Device,
     DeviceFailedError,
     DeviceOutOfMemoryError,
@@ -32,7 +34,7 @@ from dask_devctx.driver import statuses
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.scheduler.messages import ANNOUNCE, CLAIM, FAILED, HISTORY, LATE, RECHUNK, REFUSE
-from dask_devctx.worker.failures.calls import Calls
+from dask_devctx.worker.failures.calls import Call, Calls
 from tests.conftest import Replacing
 from tests.distributed.devices import here, started
 
@@ -65,6 +67,18 @@ def test_a_mark_is_of_its_device_whatever_a_task_left_current(machine: Simulated
             work.look(mark=True)
     work.look(mark=False)
     assert not work.left, "no task is a suspect any more"
+
+
+def test_a_look_is_at_its_device_whatever_a_task_left_current(machine: SimulatedMachine) -> None:
+    calls, beside, own = Calls(), Call(), Context(0)
+    beside.devices = (Device(0),)
+    calls.running.add(beside)  # so that nothing is marked
+    with Device(0):
+        own.set_current()
+        with ThreadPoolExecutor(1) as other:
+            other.submit(own.close).result()
+        calls.works[Device(0)].look(mark=True)
+        assert Device.current() is Device(0)
 
 
 def reset() -> None:
