@@ -90,7 +90,7 @@ class Report(list[ReportedTask]):
     waiting
         The number of tasks that no worker has yet, because all have enough or none is suitable.
     seceded
-        The number of tasks that run without a slot: tasks that wait for tasks.
+        The number of tasks that run and hold no slot: they seceded, or wait for tasks.
     failures
         The latest failures of devices, each as a text, also of workers that left.
     """

@@ -56,7 +56,7 @@ _FUNCTIONS: Final = {
 
 
 class Look:
-    """Looks at the progress and the health of the current device, which wait for nothing."""
+    """Looks at the progress and the health of a device, which wait for nothing."""
 
     # A worker looks before and after each task. With addresses, the extension makes the calls and
     # keeps the GIL; the bindings release it around each call. On a device that failed, all fail. A
