@@ -60,12 +60,11 @@ def test_files(folder: str) -> None:
 
 def imports() -> dict[str, set[str]]:
     """Return what each module of the package imports of it at its top, for type checkers too."""
-    names = {_module(path): path for path in python_files("dask_devctx")}
+    names = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in python_files("dask_devctx")
+    }
     return {name: {*_imported(path, names)} - {name} for name, path in names.items()}
-
-
-def _module(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def _imported(path: Path, known: dict[str, Path]) -> Iterator[str]:

@@ -140,7 +140,7 @@ class Look:
         exchange = self._addresses[_EXCHANGE]
         failed = invoke_relaxed(exchange, *current, *self._idle, *record)
         if failed is not None and failed[1] == statuses.NOT_READY:
-            failed = wait_relaxed(exchange, *current, *self._idle[:3], *record)
+            failed = wait_relaxed(exchange, *current, *self._idle[:3], *record)  # not its query
         return failed
 
     def record(self, event: int, context: int) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import dask
@@ -23,16 +22,12 @@ from tests.distributed.devices import here, started
 from tests.python import python
 
 
-def run_script(path: Path, text: str) -> subprocess.CompletedProcess[str]:
-    path.write_text("from dask_devctx import LocalDeviceCluster\n" + text)
-    return python(str(path), check=False)
-
-
 def test_a_script_without_a_guard(tmp_path: Path) -> None:
-    done = run_script(tmp_path / "script.py", "LocalDeviceCluster(devices=[0, 1])")
+    script = tmp_path / "script.py"
+    script.write_text("import dask_devctx\ndask_devctx.LocalDeviceCluster(devices=[0, 1])")
+    done = python(str(script), check=False)
     said = done.stderr.count('start the cluster under if __name__ == "__main__"')
-    assert (done.returncode, said) == (1, 2)
-    assert len(done.stderr.splitlines()) < 80
+    assert (done.returncode, said, len(done.stderr.splitlines()) < 80) == (1, 2, True)
 
 
 # -- item i on device i

@@ -11,6 +11,7 @@ from dask_devctx import Device
 from dask_devctx.driver.relaxed import LEGACY_STREAM, wait_relaxed
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DriverError
+from dask_devctx.worker.failures.calls import Calls
 from tests.addressed import AddressedDriver
 
 _MODE = "cuThreadExchangeStreamCaptureMode"
@@ -26,12 +27,14 @@ class Looks:
         self.work: Any = self.device._backend.calls.work
         with self.device:
             self.event = self.work.event_create()
+            self.of_tasks = Calls().works[self.device]
 
-    def __call__(self, what: str = "") -> tuple[bool | None, list[str]]:
+    def __call__(self, what: str = "", **how: bool) -> tuple[bool | None, list[str]]:
         given = [self.event, self.device._handle][: _GIVEN.get(what, 0)]
         with self.device:
             self.machine.faults.calls.clear()
-            answer = getattr(self.work.look, what or "__call__")(*given)
+            owner = self.of_tasks if how else self.work.look
+            answer = getattr(owner, what or "__call__")(*given, **how)
             called = list(self.machine.faults.calls)
             assert self.machine.faults.calls[_MODE] % 2 == 0, "the thread's mode is restored"
         mode = self.machine.driver.cuThreadExchangeStreamCaptureMode(0)[1]
@@ -54,9 +57,22 @@ def test_each_look_calls_what_fails_on_a_failed_device(look: Looks) -> None:
     assert look("reached") == (True, ["cuEventQuery"])
     look.fail("cuEventQuery", "NOT_READY")
     assert look("reached") == (False, ["cuEventQuery"])
+
+
+def test_a_look_marks_the_work_once_what_was_marked_is_done(look: Looks) -> None:
+    assert look("look", mark=True)[1][-1] == "cuCtxRecordEvent"  # it makes the event first
+    look.fail("cuEventQuery", "NOT_READY")
+    assert look("look", mark=True)[1] == ["cuEventQuery"]  # not done: nothing is recorded
+    assert look("look", mark=True)[1] == ["cuEventQuery", "cuCtxRecordEvent"]
     for status in "NOT_SUPPORTED", "STREAM_CAPTURE_UNSUPPORTED", "ILLEGAL_ADDRESS":
         look.fail("cuCtxRecordEvent", status)
-        assert look("record") == (False, ["cuCtxRecordEvent"])  # no error of the look
+        assert look("look", mark=True)[1] == ["cuEventQuery", "cuCtxRecordEvent", "cuMemFree"]
+        assert look("look", mark=True)[1] == ["cuCtxRecordEvent"]
+    assert look("look", mark=False)[1] == ["cuEventQuery"]
+    assert look("look", mark=False)[1] == ["cuMemFree"]
+    look.machine.faults.poison(CUresult.CUDA_ERROR_ILLEGAL_ADDRESS)
+    with pytest.raises(DriverError, match="cuMemFree failed"):  # the record has told nobody
+        look("look", mark=True)
 
 
 @pytest.mark.parametrize(("function", "what"), [("cuMemFree", ""), ("cuEventQuery", "reached")])

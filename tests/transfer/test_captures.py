@@ -70,8 +70,7 @@ def test_values_are_stamped_and_moved_and_pages_locked_meanwhile(
 ) -> None:
     content, after = x.get(), stamp(x)
     with captured(machine, mode, blocking=blocking):
-        both = [Stamp.of_devices([Device(0)], blocking=each) for each in (True, False)]
-        made = [stamp(x), *both]
+        made = [stamp(x), *(Stamp.of_devices([Device(0)], blocking=one) for one in (True, False))]
         assert [one is not None and one.done() for one in made] == [not blocking] * 3
         release_held()
         for device in (0, 1, "cpu"):

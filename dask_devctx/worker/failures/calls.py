@@ -145,8 +145,8 @@ class Work:
         If the device reached the mark and has not failed, the tasks that had ended at the mark are
         cleared. The event is recorded again after the device reached it.
         """
-        look, marked = self.device._backend.calls.work.look, self._marked
-        if not (marked or mark) or not self._looking.acquire(blocking=False):
+        look = self.device._backend.calls.work.look
+        if not (self._marked or mark) or not self._looking.acquire(blocking=False):
             look(self.device._handle)
             return
         try:
@@ -165,11 +165,10 @@ class Work:
                 number = next(self.numbers)
                 if look.record(self._event._handle, self.device._handle):
                     self._marked = number
-                    return
-                # A driver that is too old for marks clears no suspect.
-                marked = 0
-            if not marked:
-                look(self.device._handle)
+                    return  # else the driver is too old for marks, and no suspect is cleared
+            elif marked:
+                return
+            look(self.device._handle)
         except DriverError as error:
             if statuses.failed(error.code):
                 raise

@@ -111,11 +111,8 @@ class DeviceState:
 
     def left(self) -> None:
         """Release what this thread's task has: it seceded, and may do so again."""
-        claim = self.running.get(threading.get_ident())
-        if claim is not None:
-            claim.given = False
-            self.admission.release(claim)
-            claim.seceded()
+        if (claim := self.running.get(threading.get_ident())) is not None:
+            self.admission.give_up(claim, keeps_thread=False)
 
 
 class Admission:
@@ -186,6 +183,12 @@ class Admission:
                 one.free += claim.share
                 one.free_nbytes += claim.nbytes
             self._look(claim)
+
+    def give_up(self, claim: Claim, *, keeps_thread: bool) -> None:
+        """Release what a claim holds while its task goes on: it seceded, or others may run."""
+        claim.given = keeps_thread
+        self.release(claim)
+        claim.seceded()
 
     def waiting_for(self, device: Device) -> int:
         """Return how many tasks wait for a device."""

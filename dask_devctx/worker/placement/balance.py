@@ -58,9 +58,7 @@ def giving_back(worker: Worker, admission: Admission) -> Iterator[None]:
                 since[run] = before.get(run, now)
                 if now - since[run] < _KEEPS_S:
                     continue
-                run.given = True
-                admission.release(run)
-                run.seceded()
+                admission.give_up(run, keeps_thread=True)
                 let_secede(worker, run.key, now - run.began_at)
                 say, told = (workers_log.debug if told else workers_log.warning), True
                 say(_GIVEN, run.key, state.device)

@@ -123,8 +123,7 @@ class Copies:
 
         One thread makes a copy, and others that need it wait.
         """
-        sources = dict(value.nbytes)
-        sources.pop(device, None)
+        sources = {one: nbytes for one, nbytes in value.nbytes.items() if one is not device}
         copy = value.copies.get(device)
         if copy is None:
             with value.moving:

@@ -48,15 +48,6 @@ def linked(path: Path) -> None:
     path.symlink_to(path.parent / "there")
 
 
-def dangling(path: Path) -> None:
-    path.symlink_to(path.parent / "nowhere")
-
-
-def open_to_all(path: Path) -> None:
-    path.mkdir()
-    path.chmod(0o777)
-
-
 def theirs(path: Path) -> None:
     if os.geteuid():
         pytest.skip("only root can give a directory away")
@@ -68,9 +59,9 @@ def theirs(path: Path) -> None:
     ("make", "reason"),
     [
         (linked, "symbolic link"),
-        (dangling, "symbolic link"),
+        (lambda path: path.symlink_to(path.parent / "nowhere"), "symbolic link"),
         (Path.touch, "no directory"),
-        (open_to_all, "its mode is 0777"),
+        (lambda path: path.mkdir() or path.chmod(0o777), "its mode is 0777"),
         (theirs, "belongs to user 12345"),
     ],
 )
