@@ -68,9 +68,8 @@ class Restrictions:
             self.forget(key)
         wanted = _wanted(asked)
         unknown = any(name.kind == "unknown" for name in wanted.names)
-        may_wait = not (ts.actor or unknown)  # dask lets no actor wait
         workers, hosts, loose = restrictions(ts)
-        terms = wanted, may_wait, frozenset(workers or ()), frozenset(hosts or ()), loose
+        terms = wanted, not unknown, frozenset(workers or ()), frozenset(hosts or ()), loose
         group = self._by_terms.get(terms)
         if group is None:
             group = self._by_terms[terms] = Group(terms)

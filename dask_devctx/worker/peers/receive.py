@@ -20,7 +20,7 @@ from dask_devctx.transfer.ipc.parcel import unpack
 from dask_devctx.transfer.ipc.ranges import more_pieces
 from dask_devctx.transfer.ipc.receiving import Receiving
 from dask_devctx.worker.peers.transfers import NEXT, QUICK_NBYTES, STAGED, PeerTransfers
-from dask_devctx.worker.peers.transport import SAYS
+from dask_devctx.worker.peers.transport import FULL, SAYS
 from dask_devctx.worker.values.store import Store
 from dask_devctx.worker.values.value import Value
 
@@ -74,7 +74,7 @@ async def ask(
         except BaseException as error:
             # If a pickle is too short, dask takes its end for the end of the connection.
             too_short = comm.closed() and isinstance(error.__context__, EOFError)
-            again = isinstance(error, ReadThroughHostError) and not comm.closed()
+            again = isinstance(error, ReadThroughHostError)
             is_lost = isinstance(error, CommClosedError) or comm.closed()
             comm.abort()  # the rest of the answer is not read
             if not isinstance(error, Exception) or (is_lost and not (too_short or again)):
@@ -135,9 +135,8 @@ async def _complete(local: PeerTransfers, address: str, comm: Any, msg: Message)
             await local.run(spill.make_room, device, 0)
         await _arrive(local, comm, receiving, unpacked)
     except Exception as error:
-        opening = isinstance(error, DriverError) and error.function == "cuIpcOpenMemHandle"
-        no_memory = is_out_of_memory(error)
-        if not opening and (no_memory or not isinstance(error, DevctxError | OSError)):
+        no_memory = is_out_of_memory(error)  # host memory has room, until a task needs the values
+        if not (no_memory or isinstance(error, DevctxError | OSError)):
             unread = dict.fromkeys(arriving, error)
             if more_pieces(receiving.nbytes):  # their messages are not read
                 comm.abort()
@@ -145,8 +144,8 @@ async def _complete(local: PeerTransfers, address: str, comm: Any, msg: Message)
             text = f"values from {address} could not be read: {error}"
             raise CommClosedError(text) from error
         else:
-            reason = f"its memory cannot be {'opened' if opening else 'read'}: {error}"
-            local.transport.refuse(address, reason, passes=no_memory)
+            reason = FULL if no_memory else "its memory cannot be read"
+            local.transport.refuse(address, f"{reason}: {error}")
             await local.close_memory_of(address)
             raise ReadThroughHostError from error
     finally:

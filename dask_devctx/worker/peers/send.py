@@ -23,7 +23,7 @@ from dask_devctx.transfer.ipc.ranges import more_pieces
 from dask_devctx.transfer.ipc.sending import Sending
 from dask_devctx.worker.comms.device_types import are_few, find, is_by_frames
 from dask_devctx.worker.peers.transfers import NEXT, QUICK_NBYTES, STAGED, PeerTransfers
-from dask_devctx.worker.peers.transport import SAYS
+from dask_devctx.worker.peers.transport import FULL, SAYS
 from dask_devctx.worker.values.host_form import Copying
 from dask_devctx.worker.values.store import SENDING, Store
 from dask_devctx.worker.values.value import Value, readable
@@ -161,7 +161,10 @@ def _in_host_memory(
                 work[key].hold_back_readers()
                 continue
             copying = partial(Copying, value, device, work[key], spill.pool.take, sent=True)
-            found[key] = Serialize(spill.allocated(device, there[device], copying).finish())
+            form = spill.allocated(device, there[device], copying).finish()
+            found[key] = Serialize(form)
+            if asking.takes_values and asking.said.startswith(FULL):
+                found[key] = Serialize(Value.away(key, form))
         except Exception as error:
             if local.has_failed(device):
                 raise CommClosedError(f"the device failed: {error}") from error

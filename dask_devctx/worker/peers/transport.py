@@ -28,7 +28,9 @@ PROTOCOL: Final = 8
 SAYS: Final = "#"
 # The beginning of what a worker says of itself; a reason not to read begins otherwise.
 _SAID: Final = "ipc:"
-# A worker whose memory could not be read for a passing reason is asked again after this time.
+# The beginning of a reason not to read that passes: the values are to arrive in host memory.
+FULL: Final = "the receiver's device is full"
+# A worker whose memory could not be read for such a reason is asked again after this time.
 _AGAIN_S: Final = 5.0
 _NAME: Final = uuid.uuid4().hex
 
@@ -55,9 +57,9 @@ class Transport:
             return reason
         return f"{_SAID}{PROTOCOL} {_host()} {_process()}"
 
-    def refuse(self, address: str, reason: str, *, passes: bool) -> None:
+    def refuse(self, address: str, reason: str) -> None:
         """Read no more of a worker's memory, for a while or for good."""
-        until = time.monotonic() + _AGAIN_S if passes else float("inf")
+        until = time.monotonic() + _AGAIN_S if reason.startswith(FULL) else float("inf")
         self._refused[address] = reason, until
         logger.info("values on a device come from %s through the host: %s", address, reason)
 

@@ -199,9 +199,10 @@ class Placement:
             names[0],
             [str(mine.info) for mine in self.devices],
             discovery.inventory(driver.backend()).visible_devices,
-            f"The machine has {group[0].info}, which this worker does not use, and no worker "
-            "that uses it has joined in time, among those that the task may run on (workers=, "
-            "resources=). A device of a worker that cluster.scale(…) retired comes back with it",
+            f"The machine has {group[0].info}, which this worker does not use, and no other worker "
+            "does among those that the task may run on (workers=, resources=). One that has just "
+            "left is waited for (devctx.missing-device-timeout), one that has yet to join is not: "
+            "call client.wait_for_workers(n), also after cluster.scale(n)",
         )
 
     def _not_enough(self, wanted: int, named: Sequence[Device] = ()) -> DevctxError:

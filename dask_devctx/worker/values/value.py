@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Hashable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from distributed.protocol.serialize import dask_deserialize, dask_serialize
 from distributed.sizeof import safe_sizeof
@@ -71,6 +71,13 @@ class Value:
         self.released = False  # by dask: its key may have another value, and no copy is kept
         self.copies: dict[Device, Any] = {}  # on other devices
 
+    @classmethod
+    def away(cls, key: Hashable, form: HostForm) -> Self:
+        """Return a value that is in host memory only."""
+        value = cls(key, AWAY, {})
+        value.form = form
+        return value
+
     @property
     def is_away(self) -> bool:
         """Whether the value is in host memory only."""
@@ -123,6 +130,4 @@ def _from_disk(header: dict[str, Any], frames: list[Any]) -> Value:
     home = Device.current() or Device(0)  # in another machine's process
     with suppress(DevctxError):
         home = Device(uuid)
-    value = Value(key, AWAY, {})
-    value.form = HostForm.of_frames(about, frames, home)
-    return value
+    return Value.away(key, HostForm.of_frames(about, frames, home))

@@ -48,7 +48,6 @@ tasks = st.fixed_dictionaries(
         "workers": st.none() | st.sets(addresses, min_size=1),
         "hosts": st.none() | st.sets(st.sampled_from([*HOSTS, "nowhere"]), min_size=1),
         "loose": st.booleans(),
-        "actor": st.booleans(),
     }
 )
 events = st.one_of(
@@ -83,8 +82,7 @@ class Model:
         if not targets:
             lost = any(has(held, wanted) for held, _ in self.left.values())
             unknown = any(name_of(one).kind == "unknown" for one in wanted.names)
-            may_wait = not said.get("actor") and not unknown
-            if may_wait and (lost or self.unheard):
+            if not unknown and (lost or self.unheard):
                 return NOBODY, None, False
             targets = {a for a, held in self.have.items() if held.used} or set(self.have)
         if not targets or targets == self.workers:
@@ -128,7 +126,6 @@ def task_state(key: int, state: str, said: dict[str, Any]) -> Any:
     return SimpleNamespace(
         key=key,
         state=state,
-        actor=said.get("actor", False),
         worker_restrictions=said.get("workers"),
         host_restrictions=said.get("hosts"),
         loose_restrictions=said.get("loose", False),

@@ -74,21 +74,23 @@ def lose(cluster: LocalDeviceCluster, worker: Worker) -> None:
 
 @pytest.mark.parametrize("comes_back", [False, True])
 def test_a_task_whose_device_was_lost_waits(comes_back: bool) -> None:
+    said = {"devctx.missing-device-timeout": "20s" if comes_back else "600ms"}
     with (
-        dask.config.set({"devctx.missing-device-timeout": "20s" if comes_back else "600ms"}),
+        dask.config.set({**said, "distributed.scheduler.validate": False}),  # of waiting actors
         LocalDeviceCluster(n_workers=2, processes=False, dashboard_address=":0") as cluster,
         Client(cluster) as client,
     ):
         lose(cluster, holder(cluster, 3))
         start = time.monotonic()
-        future = run_on(client, 3)
-        poll_for(lambda: cluster.scheduler.unrunnable, timeout=10)
+        future, actor = run_on(client, 3), run_on(client, 3, dict, actor=True)
+        poll_for(lambda: len(cluster.scheduler.unrunnable) == 2, timeout=10)
         if comes_back:
             client.sync(join, cluster)
             assert future.result(timeout=20) == Device(3).uuid
+            assert actor.result(timeout=20).key == actor.key
             return
-        error = future.exception(timeout=10)
-        assert isinstance(error, DeviceNotFoundError)
+        for one in (future, actor):
+            assert isinstance(one.exception(timeout=10), DeviceNotFoundError)
         assert 0.2 < time.monotonic() - start < 5
 
 
