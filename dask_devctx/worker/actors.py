@@ -23,8 +23,6 @@ from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.values.host_form import wait_for
 
 _POLL_S: Final = 0.001
-# The time that an answer may take to reach the caller of a method.
-_ON_ITS_WAY_S: Final = 0.2
 
 
 class DeviceActors(dict[Hashable, Any]):
@@ -46,12 +44,6 @@ class DeviceActors(dict[Hashable, Any]):
         self._worker = worker
         self.monitor = monitor
         self.moves = move_inputs  # whether arguments come to an actor's device
-        self._unanswered: set[object] = set()
-
-    async def answered(self) -> None:
-        """Wait until the callers of actors' methods have their answers."""
-        while self._unanswered:
-            await asyncio.sleep(_POLL_S)
 
     def __getitem__(self, key: Hashable) -> Any:
         actor = super().__getitem__(key)
@@ -60,19 +52,6 @@ class DeviceActors(dict[Hashable, Any]):
             if ts is not None and (devices := self.devices.get(ts)):
                 return _OnDevices(actor, key, devices, self)
         return actor
-
-    def counted(self, execute: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the worker's call of a method, to know whose callers have no answer yet."""
-
-        async def execute_counted(*args: Any, **kwargs: Any) -> Any:
-            call = object()
-            self._unanswered.add(call)
-            try:
-                return await execute(*args, **kwargs)
-            finally:  # the answer is sent after this returns
-                self._worker.loop.call_later(_ON_ITS_WAY_S, self._unanswered.discard, call)
-
-        return execute_counted
 
 
 class _OnDevices:

@@ -22,7 +22,6 @@ from dask_devctx.dask_internals.worker import (
     replaced_actors,
     told_after,
     workers_log,
-    wrapped_handler,
 )
 from dask_devctx.errors import counted
 from dask_devctx.scheduler.messages import HISTORY
@@ -126,11 +125,12 @@ class DeviceExtension:
                 )
                 self.store.spill.stagings = self.peers.stagings
                 self.monitor.retries.store = self.store
+            if used:
+                threads, part = options.cpu_threads, len(used) / max(len(devices()), len(used))
+                steps.enter_context(threads_without_a_device(worker, threads, part))
             self.pools = steps.enter_context(device_threads(worker, self.admission))
             actors = DeviceActors(worker, self.monitor, move_inputs=options.move_inputs)
-            steps.enter_context(wrapped_handler(worker, "actor_execute", actors.counted))
             steps.enter_context(replaced_actors(worker, actors))
-            self.monitor.answered = actors.answered
             self.runs = Runs(
                 worker,
                 options,
@@ -142,9 +142,6 @@ class DeviceExtension:
                 store=self.store,
                 failure=self.failure,
             )
-            if used:
-                threads, part = options.cpu_threads, len(used) / max(len(devices()), len(used))
-                steps.enter_context(threads_without_a_device(worker, threads, part))
             steps.enter_context(short_collections(worker))
             steps.enter_context(executed_by(worker, self.runs.begin, self.runs.end))
             steps.enter_context(told_after(worker, "free-keys", self.runs.freed))

@@ -39,6 +39,7 @@ class Staging(Pool):
         self.device = device
         self.limit = max(limit, _LEAST)
         self.used_at = time.monotonic()
+        self.large_at = 0.0  # when a transfer beyond the limit used it last
         self.nbytes = 0  # of all allocated buffers, the retired ones included
         self.refused = ""  # why the device cannot export memory
         self._work = device._backend.calls.work
@@ -119,6 +120,8 @@ class Sending:
         Raise `DriverError` if the device cannot export memory, or has failed.
         """
         self.staging.used_at = time.monotonic()
+        if self.nbytes > self.staging.limit:
+            self.staging.large_at = self.staging.used_at
         found = self.staging.piece(self.nbytes, grow=grow)
         if found is None:
             return False

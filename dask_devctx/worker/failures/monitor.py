@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Final
 
 from distributed import Reschedule, Worker
@@ -31,8 +31,6 @@ class Monitor:
 
     Each call of a task or method has a :class:`~dask_devctx.worker.failures.guard.Guard`.
     """
-
-    answered: Callable[[], Awaitable[None]]  # waits for the callers of the worker's actors
 
     def __init__(
         self,
@@ -91,7 +89,7 @@ class Monitor:
             if self.failure is None:
                 failure = self._decided(device, found, call, began)
                 # First, so that tasks are marked before they run again.
-                begin_the_end(self.worker, failure, self.answered)
+                begin_the_end(self.worker, failure)
                 self.failure = failure
         return self.failure.error_of(call and call.key) or Reschedule()
 

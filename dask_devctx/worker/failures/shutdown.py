@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable, Collection, Hashable
+from collections.abc import Awaitable, Collection, Hashable
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 # How long each step of the end may take: the scheduler may be gone, and calls into CUDA may hang.
 _STEP_S = 5.0
 _POLL_S = 0.01
+# The callers of actors' methods get their errors meanwhile.
+_ANSWERS_S = 1.0
 # The process stays this long to refuse workers that still ask for its data. Without an answer, dask
 # tries to connect for half a minute.
 _REFUSING_S = 0.5
@@ -31,24 +33,22 @@ _EXIT_STATUS = 70  # EX_SOFTWARE; the nanny's log shows it
 _ENDING = frozenset({Status.closing, Status.closed, Status.failed})
 
 
-def begin_the_end(
-    worker: Worker, failure: Failure, answered: Callable[[], Awaitable[None]]
-) -> None:
+def begin_the_end(worker: Worker, failure: Failure) -> None:
     """End a worker whose process cannot use its devices any more, soon; on any thread.
 
     Before it returns, others get no data from the worker, and the message about its suspects is on
     its way: an event goes the same way as the tasks' outcomes, so the scheduler marks a task before
-    it raises and runs again. ``answered`` waits for the callers of the worker's actors.
+    it raises and runs again.
     """
     internals.answer_for_good(worker, "get_data", _refuse)  # others may ask before the loop runs
     try:
         worker.log_event(TOPIC, {"action": ACTION, "protocol": PROTOCOL, **failure._asdict()})
     except Exception as error:  # the worker ends in any case
         logger.warning("the scheduler was not told which tasks to watch: %r", error)
-    worker.loop.add_callback(_end, worker, failure, answered)
+    worker.loop.add_callback(_end, worker, failure)
 
 
-async def _end(worker: Worker, failure: Failure, answered: Callable[[], Awaitable[None]]) -> None:
+async def _end(worker: Worker, failure: Failure) -> None:
     # No step calls the devices: any call may hang, and libraries do not survive a reset of their
     # primary context. A worker that is closing closes as it would, and dask runs its tasks
     # elsewhere: only the scheduler is told, if the worker can still reach it.
@@ -70,7 +70,7 @@ async def _end(worker: Worker, failure: Failure, answered: Callable[[], Awaitabl
     # 2. The scheduler knows the suspects, and watches them when they run again.
     marked = await _bounded(confirmed(), "name its suspects to the scheduler")
     # 3. Each error reaches the scheduler, also if the task does not end, and so does the end of
-    # each task that must not run twice: else dask runs it again. Callers of actors get theirs.
+    # each task that must not run twice: else dask runs it again.
     erred = [key for key, _ in failure.erred]
     reported = await _bounded(_reported(worker, erred), "see a task's error reported")
     if not reported:
@@ -79,7 +79,8 @@ async def _end(worker: Worker, failure: Failure, answered: Callable[[], Awaitabl
         reported = await _bounded(_reported(worker, erred), "report a task's error")
     if once := tasks.ended_here(worker, runs_once):
         await _bounded(_reported(worker, once), "see a task's end reported")
-    await _bounded(answered(), "answer the callers of its actors")
+    if internals.actors_of(worker):
+        await asyncio.sleep(_ANSWERS_S)
     # 4. It leaves as expected, so that dask blames no other task, and computes the results again.
     # If the suspects are not marked and nobody errs, or an error was not sent, dask counts the loss
     # of the worker: no task runs without end.
