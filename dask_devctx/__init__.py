@@ -93,13 +93,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         module = import_module(_DISTRIBUTED_HALF[name])
-    except ModuleNotFoundError as error:
-        if name == "SimulatedArray" and error.name == "numpy":
-            raise ImportError(
-                f"{name} needs the package numpy, which is not installed: in a checkout, pip "
-                "install '.[simulated]'; or pip install numpy"
-            ) from error
-        raise
     except AttributeError as error:  # ``from dask_devctx import …`` would hide it
         raise ImportError(f"{_DISTRIBUTED_HALF[name]} cannot be imported: {error}") from error
     value = getattr(module, name)

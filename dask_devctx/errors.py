@@ -310,6 +310,8 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
         The limit of the values that dask keeps on the device; None without a limit.
     stayed_nbytes
         The bytes that could not leave the device when the task failed, by reason.
+    pid
+        The id of the worker's process, which may be among the holders.
 
     Notes
     -----
@@ -325,6 +327,7 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
     attempts: int = 1
     limit_nbytes: int | None = None
     stayed_nbytes: Mapping[str, int] = MappingProxyType({})
+    pid: int | None = None
 
     def __str__(self) -> str:
         times = "once" if self.attempts == 1 else f"{self.attempts} times"
@@ -348,7 +351,8 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
             yield f"without the task, {free} of {total} are free"
         if held := [(pid, nbytes) for pid, nbytes in self.holders if nbytes != 0]:
             unknown = "an unknown amount"
-            sizes = (f"process {p} {unknown if n is None else nbytes_text(n)}" for p, n in held)
+            who = {p: "this worker" if p == self.pid else f"process {p}" for p, _ in held}
+            sizes = (f"{who[p]} {unknown if n is None else nbytes_text(n)}" for p, n in held)
             yield f"held by {', '.join(sizes)}"
         if self.limit_nbytes:
             yield f"the limit of values that dask keeps there is {nbytes_text(self.limit_nbytes)}"

@@ -45,9 +45,9 @@ CASES = {
     "any more: the worker ends, and dask computes its results again. Any of these may have "
     "caused it: x on cuda:0; y on cuda:1. It is not run again: it says rerun=False",
     errors.DeviceOutOfMemoryError(
-        "cuda:1", "GPU-b", 2**31, 2**30, 2**34, [(7, 2**33), (8, None), (9, 0)], 2
+        "cuda:1", "GPU-b", 2**31, 2**30, 2**34, [(7, 2**33), (8, None), (9, 0)], 2, pid=7
     ): "cuda:1 (GPU-b) has not enough memory; the task ran 2 times (2.0 GiB more asked for; "
-    "without the task, 1.0 GiB of 16.0 GiB are free; held by process 7 8.0 GiB, process 8 an "
+    "without the task, 1.0 GiB of 16.0 GiB are free; held by this worker 8.0 GiB, process 8 an "
     "unknown amount). Make the task's parts smaller or its inputs fewer, or keep less there",
     errors.DeviceOutOfMemoryError(
         "cuda:1", "GPU-b", None, 2**34 - 2**28, 2**34

@@ -19,8 +19,8 @@ from dask_devctx.errors import counted, nbytes_text
 
 # The last ones are cut off in a narrow terminal.
 _COLUMNS: Final = (
-    *("use", "busy", "tasks/s", "runs", "memory used", "spilled", "now", "waits", "done"),
-    *("failed", "kept", "copied in/s", "worker"),
+    *("use", "busy", "tasks/s", "runs", "waits", "failed", "memory used", "spilled", "now"),
+    *("done", "kept", "copied in/s", "worker"),
 )
 _SORTED_BY: Final[Mapping[str, Callable[[LiveDevice], float]]] = {
     "use": lambda device: device.utilization or 0,

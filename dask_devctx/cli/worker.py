@@ -19,6 +19,7 @@ from dask_devctx.config.options import (
     RMM_NAMES,
     Options,
     fold_rmm,
+    instead_of,
     require_packages,
     require_ucx,
     text_of,
@@ -104,6 +105,17 @@ def _read(given: Mapping[str, Any]) -> dict[str, Any]:
 # -- the command's options
 
 
+class _Command(click.Command):
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if remedy := instead_of(error.option_name.strip("-").replace("-", "_")):
+                text = f"No such option: {error.option_name}. {remedy}"
+                raise click.UsageError(text, ctx) from error
+            raise
+
+
 def _parameters() -> Iterator[click.Parameter]:
     for param in dask_worker.params:
         if isinstance(param, click.Argument):
@@ -134,7 +146,7 @@ def _parameters() -> Iterator[click.Parameter]:
 
 
 _ORDER: Final = {name: n for n, name in enumerate(_EVERYDAY)}
-worker = click.Command(
+worker = _Command(
     "worker",
     callback=_run,
     params=sorted(_parameters(), key=lambda one: _ORDER.get(str(one.name), len(_ORDER))),

@@ -12,7 +12,6 @@ from typing import Any
 
 import dask
 import yaml
-from dask.utils import parse_timedelta
 
 from dask_devctx.errors import nearest, variable
 
@@ -58,15 +57,3 @@ def unknown_keys() -> list[str]:
             meant = variable(key.removeprefix("devctx_"))
             said.append(f"DASK_{key.upper()} means nothing; {meant}?")
     return said
-
-
-def seconds(key: str) -> float | None:
-    """Return a time of the configuration in seconds; None where it is null."""
-    value = get(key)
-    try:
-        found: float | None = parse_timedelta(value)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise ValueError(
-            f"devctx.{key} is a time such as '100us' or '30s', got {value!r}"
-        ) from None
-    return found

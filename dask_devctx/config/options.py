@@ -36,7 +36,7 @@ from dask_devctx.config.checks import (
     whole_number,
 )
 from dask_devctx.cuda import discovery
-from dask_devctx.errors import COUNTS_OF_GPUS, nearest
+from dask_devctx.errors import COUNTS_OF_GPUS, nearest, variable
 
 
 def fair_memory(n_devices: int) -> int:
@@ -186,28 +186,35 @@ def takes_options(cls: Class) -> Class:
 _INSTEAD: Final = {
     **dict.fromkeys(COUNTS_OF_GPUS, "Write devices=[0, 1], or leave it out"),
     "CUDA_VISIBLE_DEVICES": "Write devices=[0, 1] for 0,1, or set it in the environment",
+    "shared_filesystem": "Leave it out: spilled values stay in host memory",
     "jit_unspill": "Leave it out: device_memory_limit spills values",
     "log_spilling": "Leave it out: the report and the page /devices show what is spilled",
+    "enable_jit_unspill": "Leave it out: device_memory_limit spills values",
     "enable_": "Leave it out: values go by CUDA IPC, or as protocol says",
 }
 
 
+def instead_of(name: str, value: Any = "…") -> str:
+    """Return what takes the place of an option of dask-cuda, or of one in the configuration."""
+    if name in SETTINGS:
+        setting = f"dask.config.set({{{f'devctx.{key_of(name)}'!r}: {value!r}}})"
+        return f"It is configuration: {setting}, or {variable(key_of(name))} in the environment"
+    if name in RMM_NAMES or name == "pool":
+        said = {name.removeprefix("rmm_"): value} if name in RMM_NAMES else value
+        return f"Write allocator={said!r}, which is devctx.allocator in the configuration"
+    return next((text for start, text in _INSTEAD.items() if name.startswith(start)), "")
+
+
 def refuse_unknown(given: Mapping[str, Any], known: Collection[str], owner: str) -> None:
-    """Refuse unknown keyword arguments of a class; the error has the remedy."""
-    for name, value in given.items():
-        if name in known:
-            continue
-        if name in SETTINGS:
-            key = f"devctx.{key_of(name)}"
-            remedy = f"It is configuration: dask.config.set({{{key!r}: {value!r}}})"
-        elif name in RMM_NAMES or name == "pool":
-            said = {name.removeprefix("rmm_"): value} if name in RMM_NAMES else value
-            remedy = f"Write allocator={said!r}, which is devctx.allocator in the configuration"
-        else:
-            near = nearest(name, known)
-            remedy = f"Did you mean {near}?" if near else f"help({owner}) lists all options"
-            remedy = next((t for start, t in _INSTEAD.items() if name.startswith(start)), remedy)
-        raise TypeError(f"{owner} has no option {name!r}. {remedy}")
+    """Refuse unknown keyword arguments of a class; the error has the remedies."""
+    refused = []
+    for name in given.keys() - {*known}:
+        near = nearest(name, known)
+        near = f"Did you mean {near}?" if near else f"help({owner}) lists all options"
+        remedy = instead_of(name, given[name]) or near
+        refused.append(f"{owner} has no option {name!r}. {remedy}")
+    if refused:
+        raise TypeError(". ".join(sorted(refused)))
 
 
 # -- the packages that options need

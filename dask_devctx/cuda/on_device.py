@@ -67,6 +67,8 @@ def on_device(
     >>> where("here")
     ('here', 2)
     """
+    if isinstance(which, types.FunctionType):
+        raise TypeError(f"write @on_device(0) above {which.__name__}, with the device")
     if which is not None:
         refuse_no_name(which)
 

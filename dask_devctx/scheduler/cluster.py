@@ -121,6 +121,8 @@ class Cluster:
     def withdraw(self, address: str) -> None:
         """Note that a worker stays but uses no devices from now on."""
         self.present.pop(address, None)
+        if not self.slots:
+            self.left.clear()  # the plugin was removed, and no device comes back
 
     @property
     def slots(self) -> dict[str, int]:

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from functools import partial, update_wrapper
 from typing import Any
 
+from dask.utils import parse_timedelta
 from distributed import Scheduler, SchedulerPlugin
 from distributed.metrics import time
 
@@ -102,7 +103,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         """Start to restrict tasks, also those that are on the scheduler already."""
         check_scheduler(scheduler)
         self.scheduler = scheduler
-        self._grace_s = config.seconds("missing-device-timeout") or 0
+        self._grace_s = parse_timedelta(config.get("missing-device-timeout")) or 0
         self._cluster = Cluster()
         self._restricted = Restrictions(
             self._cluster, lambda host: internals.addresses_at(scheduler, host)

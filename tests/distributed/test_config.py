@@ -59,13 +59,14 @@ def test_the_signature_and_the_docstring_name_every_option(cls: type) -> None:
         ("colour", 1, "help(DevicePlugin)"),
         ("nvtx", True, "It is configuration: dask.config.set({'devctx.nvtx': True})"),
         ("pre_import", "wave", "dask.config.set({'devctx.pre-import': 'wave'})"),
+        ("enable_jit_unspill", True, "Leave it out: device_memory_limit spills values"),
         ("pool", "cupy-async", "Write allocator='cupy-async', which is devctx.allocator"),
         ("rmm_pool_size", 0.5, "Write allocator={'pool_size': 0.5}"),
     ],
 )
 def test_an_argument_that_is_no_option_is_refused(name: str, value: Any, said: str) -> None:
-    given: dict[str, Any] = {name: value}
-    with pytest.raises(TypeError, match=rf"no option '{name}'\. .*{re.escape(said)}"):
+    given: dict[str, Any] = {"zzz": 0, name: value}  # all are named
+    with pytest.raises(TypeError, match=rf"no option '{name}'\. .*{re.escape(said)}.* 'zzz'"):
         DevicePlugin(**given)
 
 

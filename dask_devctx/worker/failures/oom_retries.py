@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import os
 import threading
 from collections import Counter
 from contextlib import suppress
@@ -61,6 +62,7 @@ class Retries:
             discovery.processes(device._backend, device.info),
             call.attempts,
             *((None, {}) if self.store is None else self.store.spill.stock(error, device)),
+            os.getpid(),
         )
         failure.__cause__, failure.__traceback__ = error, error.__traceback__
         if not call.is_task:

@@ -207,7 +207,15 @@ if "distributed.protocol.torch" in sys.modules:
 def arrived(about: About, frames: list[Any]) -> Any:
     """Return a value that left another process as its host form, on the current device."""
     device = Device.current() or Device(0)
-    value, stamp = HostForm.of_frames(about, frames, device).on_device(device)
+    try:
+        value, stamp = HostForm.of_frames(about, frames, device).on_device(device)
+    except Exception as error:
+        if is_out_of_memory(error):
+            error.add_note(
+                f"{device} of the process that gets the value is full. Of a client, get it in host "
+                'memory: client.gather(client.map(to_device, futures, device="cpu"))'
+            )
+        raise
     wait_for(stamp)  # any thread may use it next
     return value
 

@@ -128,6 +128,7 @@ def test_options_of_dask_worker_are_passed_on(started: list[dict[str, Any]]) -> 
         ("nonsense", 2, "must be like tcp://scheduler:8786, got 'nonsense': missing port"),
         ("foo://bar:1", 2, "got 'foo://bar:1': unknown address scheme 'foo'"),
         (f"{ADDRESS} --task-per-device 2", 2, "No such option.*--tasks-per-device"),
+        (f"{ADDRESS} --pre-import cudf", 2, "--pre-import.*DASK_DEVCTX__PRE_IMPORT"),
         (f"{ADDRESS} --tasks-per-device 0", 2, "tasks_per_device .* 1 or more, got 0$"),
         (f"{ADDRESS} --n-workers 5", 2, "5 workers with 1 device each would need 5, and the"),
         (f"{ADDRESS} --devices 9", 1, "no device 9"),

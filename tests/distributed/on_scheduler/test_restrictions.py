@@ -213,6 +213,7 @@ def change(
         cluster.announce(address, held[0])
     elif event == "withdraw" and there:
         model.have.pop(address, None)
+        model.left = model.left if any(held.used for held in model.have.values()) else {}
         cluster.withdraw(address)
     else:
         return None

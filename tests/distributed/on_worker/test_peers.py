@@ -414,8 +414,7 @@ def test_what_is_larger_than_the_staging_memory_passes_alone(monkeypatch: Any) -
         assert limit < nbytes <= limit + 3 * 16 * 10**6
         client.run(setattr, transfers, "_IDLE_S", 1.0)
 
-        def is_small_again() -> bool:
-            """While small values are sent all the time."""
+        def is_small_again() -> bool:  # while small values are sent all the time
             assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
             return client.run(peers.staging_nbytes, workers=workers[:1])[workers[0]] <= limit
 
@@ -460,10 +459,6 @@ def empty(dask_worker: Worker) -> None:
         driver.backend().calls.work.free(peers.kept.pop())
 
 
-def of_8_mb() -> SimulatedArray:
-    return peers.array(1_000_000)
-
-
 @pytest.mark.parametrize("piece", [ranges.PIECE, 2**20])
 def test_without_room_there_a_value_arrives_in_host_memory(piece: int, monkeypatch: Any) -> None:
     monkeypatch.setattr(ranges, "PIECE", piece)
@@ -476,8 +471,9 @@ def test_without_room_there_a_value_arrives_in_host_memory(piece: int, monkeypat
         with pytest.raises(DeviceOutOfMemoryError):
             used.result(timeout=30)
         client.run(empty, workers=workers[1:])
-        used = client.submit(peers.last, made, workers=workers[1:], pure=False)
-        assert used.result(timeout=30) == ARRIVED
+        assert (
+            client.submit(peers.last, made, workers=workers[1:], pure=False).result(30) == ARRIVED
+        )
         assert peers.ways(client) == {"ipc": 1, "host": 1}
 
 
@@ -492,7 +488,7 @@ def test_staging_memory_makes_room_for_a_task_and_goes_back_unused() -> None:
         assert peers.send(client, of_3_mb, peers.last, workers) == ARRIVED
         client.run(fill, workers=workers[:1])
         client.run(use_staging, 0.5, workers=workers[:1])
-        assert client.submit(of_8_mb, workers=workers[:1]).result(timeout=30).nbytes == 8_000_000
+        assert client.submit(peers.array, 10**6, workers=workers[:1]).result(30).nbytes == 8 * 10**6
         client.run(empty, workers=workers[:1])
         assert peers.send(client, of_3_mb, peers.last, workers) == ARRIVED
         assert client.run(peers.staging_nbytes, workers=workers[:1])[workers[0]] > 0
