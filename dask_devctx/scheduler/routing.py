@@ -17,6 +17,7 @@ from dask_devctx.annotations import (
     ANY_DEVICE,
     HOST_ONLY,
     NAMES,
+    RERUN,
     Request,
     about_no_plugin,
     mistaken,
@@ -156,6 +157,9 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         heeded = cluster.present or cluster.unheard or cluster.left
         if ours and cluster.workers and not heeded:
             self._warn(about_no_plugin(ours[0]))
+        for key in [key for key, again in annotations.get(RERUN, {}).items() if again is False]:
+            if (ts := scheduler.tasks.get(key)) is not None:
+                ts.suspicious = scheduler.allowed_failures  # the first killed worker is too many
         annotated = set().union(*(annotations[name] for name in ours))
         asking = []
         for key in tasks:

@@ -14,17 +14,8 @@ from typing import Any
 
 import dask
 import pytest
-from distributed import (
-    Client,
-    Future,
-    Nanny,
-    Scheduler,
-    Status,
-    Worker,
-    get_worker,
-    secede,
-    wait,
-)
+from distributed import Client, Future, Nanny, Scheduler, Status, Worker, get_worker, secede, wait
+from distributed.scheduler import KilledWorker
 from distributed.utils_test import async_poll_for, poll_for
 
 from dask_devctx import Device, DeviceFailedError, DeviceNotFoundError, DevicePlugin, report
@@ -366,6 +357,14 @@ def test_a_task_that_must_not_run_twice_errs_and_names_all_suspects(
         assert suspected(error) == {running.key, bad.key}
         assert "rerun=False" in str(error)
     check_found(bad)
+
+
+def test_one_that_is_killed_with_its_worker_does_not_run_again(
+    apart: Client, tmp_path: Path
+) -> None:
+    with dask.annotate(rerun=False):
+        killed = apart.submit(lambda: (tmp_path / "ran").touch(exist_ok=False) or os.abort())
+    assert isinstance(killed.exception(timeout=30), KilledWorker)
 
 
 def send_messages_each(seconds: float) -> None:
