@@ -98,7 +98,11 @@ class Guard(Call):
             time.sleep(_POLL_S)
 
     async def _steps(self, data: Any) -> tuple[Any, BaseException | None]:
-        """Return the call's result, and the exception that it ends with or None."""
+        """Return the call's result, and the exception that it ends with or None.
+
+        Each attempt waits for its turn, begins, calls, and looks at its devices; then the outcome
+        is returned, or the call is made once more.
+        """
         if self.queued and self.ts.state == "cancelled":
             raise Reschedule  # dask ignores this, unless the task was requested again just now
         self.began_at, self.thread = time.perf_counter(), threading.get_ident()
