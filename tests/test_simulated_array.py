@@ -15,12 +15,7 @@ from distributed.protocol import deserialize, serialize
 
 from dask_devctx import Context, Device, driver, to_device
 from dask_devctx.driver.backends import Backend
-from dask_devctx.errors import (
-    DevctxError,
-    DeviceMemoryError,
-    DriverError,
-    DriverUnavailableError,
-)
+from dask_devctx.errors import DevctxError, DeviceMemoryError, DriverError, DriverUnavailableError
 from dask_devctx.simulated_array import SimulatedArray
 from tests.device_memory import read
 

@@ -219,14 +219,11 @@ def refuse_unknown(given: Mapping[str, Any], known: Collection[str], owner: str)
 
 # -- the packages that options need
 
-_INSTALL: Final = {
-    "rmm": "pip install rmm-cu13 (rmm-cu12 for CUDA 12), or conda install -c rapidsai rmm",
-    "cupy": "pip install cupy-cuda13x (cupy-cuda12x for CUDA 12)",
-    "torch": "pip install torch",
-    "numba": "pip install numba-cuda",
-    "cudf": "pip install cudf-cu13 (cudf-cu12 for CUDA 12), or conda install -c rapidsai cudf",
-    "nvtx": "pip install nvtx",
-    "distributed_ucxx": "pip install distributed-ucxx-cu13 (distributed-ucxx-cu12 for CUDA 12)",
+# Where pip has another name for a module, for CUDA 13; with 12 in its place, for CUDA 12.
+_PIP: Final = {
+    **{name: f"{name.replace('_', '-')}-cu13" for name in ("rmm", "cudf", "distributed_ucxx")},
+    "cupy": "cupy-cuda13x",
+    "numba": "numba-cuda",
 }
 
 
@@ -258,7 +255,8 @@ def require(option: str, package: str) -> None:
     except ValueError:  # a module without a specification, or None in sys.modules
         found = None
     if found is None:
-        remedy = _INSTALL.get(package, f"install the package that has the module {package}")
+        remedy = f"pip install {(pip := _PIP.get(package, package))}"
+        remedy += f" ({pip.replace('13', '12')} for CUDA 12)" if "13" in pip else ""
         raise ImportError(
             f"{option} needs the package {package}, which is not installed: {remedy}", name=package
         )

@@ -179,6 +179,3 @@ class Synchronized(Generic[S]):
                 raise
             raise_or_note(error, exc)
         return scope.__exit__(exc_type, exc, traceback)
-
-    def __repr__(self) -> str:
-        return f"{self._scope!r}.synchronized()"

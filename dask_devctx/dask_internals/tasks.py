@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 from dask._task_spec import DataNode, GraphNode, Task
 from distributed import Worker
 from distributed.threadpoolexecutor import ThreadPoolExecutor as ThreadPoolExecutor
-from distributed.threadpoolexecutor import rejoin, thread_state
+from distributed.threadpoolexecutor import rejoin, secede, thread_state
 from distributed.worker_state_machine import (
     ExecuteFailureEvent,
     ExecuteSuccessEvent,
@@ -300,3 +300,19 @@ def _submit(
         return here(fn, *args, **kwargs)
     executor, claim = found.pop()
     return executor.submit_task(claim, fn, *args, **kwargs)
+
+
+# -- the number of a pool's threads
+
+
+def set_most_threads(executor: ThreadPoolExecutor, count: int) -> None:
+    """Let a pool have so many threads, and start those that waiting calls need."""
+    executor._max_workers = count
+    for _ in range(min(executor._work_queue.qsize(), count)):
+        executor._adjust_thread_count()  # does nothing where there are enough
+
+
+def end_idle_threads(executor: ThreadPoolExecutor, least: int) -> None:
+    """End the threads of a pool beyond a number, each when it is idle."""
+    for _ in range(len(executor._threads) - least):
+        executor.submit(secede, adjust=False)

@@ -6,11 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dask_devctx.driver import statuses
-from dask_devctx.errors import (
-    DeviceMemoryError,
-    DriverError,
-    DriverUnavailableError,
-)
+from dask_devctx.errors import DeviceMemoryError, DriverError, DriverUnavailableError
 
 try:
     from dask_devctx.driver._scope import invoke, invoke_out

@@ -22,6 +22,7 @@ from dask_devctx.annotations import (
     about_no_plugin,
     mistaken,
     requested_device,
+    runs_once,
 )
 from dask_devctx.cuda.naming import DeviceInfo, Inventory
 from dask_devctx.dask_internals import check_scheduler
@@ -157,10 +158,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         heeded = cluster.present or cluster.unheard or cluster.left
         if ours and cluster.workers and not heeded:
             self._warn(about_no_plugin(ours[0]))
-        for key in [key for key, again in annotations.get(RERUN, {}).items() if again is False]:
-            if (ts := scheduler.tasks.get(key)) is not None:
-                ts.suspicious = scheduler.allowed_failures  # the first killed worker is too many
-        annotated = set().union(*(annotations[name] for name in ours))
+        annotated = set().union(*(annotations.get(name, ()) for name in (*ours, RERUN)))
         asking = []
         for key in tasks:
             ts = scheduler.tasks.get(key)
@@ -249,9 +247,11 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     # -- tasks
 
     def _restrict(self, tasks: Iterable[Any]) -> None:
-        """Restrict the tasks that name a device."""
+        """Restrict the tasks that name a device, or must not run twice."""
         restricted = self._restricted
         for ts in tasks:
+            if runs_once(ts.annotations):  # the first killed worker is too many
+                ts.suspicious = self.scheduler.allowed_failures
             try:
                 wanted = requested_device(ts.annotations, "leave", ts.run_spec)
             except Exception as error:  # a wrong annotation: a worker fails the task
@@ -268,7 +268,9 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     def _review(self) -> None:
         """Bring all restrictions up to date, and let dask look again for workers."""
-        internals.schedule_again(self.scheduler, self._restricted.review())
+        # dask itself lets those wait whose preferred worker is gone.
+        loose = [ts for ts in self.scheduler.unrunnable if ts.loose_restrictions]
+        internals.schedule_again(self.scheduler, [*self._restricted.review(), *loose])
         self._cluster.ahead = internals.threads_beyond(self.scheduler, self._cluster.slots)
         if self._pages is None and self._cluster.slots:
             self._pages = ExitStack()

@@ -8,14 +8,7 @@ from typing import Any, Final
 
 from distributed import Scheduler
 
-from dask_devctx.annotations import (
-    REFUSED,
-    RERUN,
-    WATCHED,
-    had_all_runs,
-    runs_once,
-    watched_run,
-)
+from dask_devctx.annotations import REFUSED, RERUN, WATCHED, had_all_runs, runs_once, watched_run
 from dask_devctx.dask_internals.scheduler import annotate
 from dask_devctx.errors import listed
 from dask_devctx.scheduler.messages import Failure

@@ -220,9 +220,6 @@ class Stamp:
         self._done = True
         return True
 
-    def __repr__(self) -> str:
-        return f"<Stamp of {', '.join(map(str, self._events)) or 'nothing'}>"
-
 
 def stamp(*values: object) -> Stamp | None:
     """Return a stamp of the work that makes ``values``; None if they are on no device.

@@ -17,12 +17,7 @@ from dask_devctx.dask_internals.connections import answering, unpickled_later
 from dask_devctx.dask_internals.scheduler import LOOK_AHEAD
 from dask_devctx.dask_internals.shuffles import rechunking
 from dask_devctx.dask_internals.tasks import executed_by
-from dask_devctx.dask_internals.worker import (
-    metric,
-    replaced_actors,
-    told_after,
-    workers_log,
-)
+from dask_devctx.dask_internals.worker import metric, replaced_actors, told_after, workers_log
 from dask_devctx.errors import counted
 from dask_devctx.scheduler.messages import HISTORY
 from dask_devctx.scheduler.rows import METRIC, TRAFFIC
@@ -125,9 +120,6 @@ class DeviceExtension:
                 )
                 self.store.spill.stagings = self.peers.stagings
                 self.monitor.retries.store = self.store
-            if used:
-                threads, part = options.cpu_threads, len(used) / max(len(devices()), len(used))
-                steps.enter_context(threads_without_a_device(worker, threads, part))
             self.pools = steps.enter_context(device_threads(worker, self.admission))
             actors = DeviceActors(worker, self.monitor, move_inputs=options.move_inputs)
             steps.enter_context(replaced_actors(worker, actors))
@@ -142,6 +134,9 @@ class DeviceExtension:
                 store=self.store,
                 failure=self.failure,
             )
+            if used:
+                threads, part = options.cpu_threads, len(used) / max(len(devices()), len(used))
+                steps.enter_context(threads_without_a_device(worker, threads, part))
             steps.enter_context(short_collections(worker))
             steps.enter_context(executed_by(worker, self.runs.begin, self.runs.end))
             steps.enter_context(told_after(worker, "free-keys", self.runs.freed))

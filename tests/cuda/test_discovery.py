@@ -12,10 +12,7 @@ import pytest
 from dask_devctx import Device, devices, driver
 from dask_devctx.cuda import discovery
 from dask_devctx.driver.backends import Backend
-from dask_devctx.errors import (
-    DriverUnavailableError,
-    VisibleDevicesError,
-)
+from dask_devctx.errors import DriverUnavailableError, VisibleDevicesError
 from tests.conftest import Replacing
 
 

@@ -9,14 +9,7 @@ import dask
 import pytest
 from distributed import Client
 
-from dask_devctx import (
-    LocalDeviceCluster,
-    VisibleDevicesError,
-    driver,
-    on_device,
-    report,
-    timeline,
-)
+from dask_devctx import LocalDeviceCluster, VisibleDevicesError, driver, on_device, report, timeline
 from dask_devctx.driver.simulated import SimulatedMachine
 from tests.distributed.devices import here, started
 from tests.python import python

@@ -15,11 +15,7 @@ from dask_devctx import Device, DevicePlugin, SimulatedArray
 from dask_devctx.errors import DevctxError
 from dask_devctx.transfer import nbytes_by_device
 from tests.distributed.devices import here, on_cluster, with_plugin
-from tests.transfer.hostile import (
-    CONTAINERS,
-    EndsSomething,
-    Thing,
-)
+from tests.transfer.hostile import CONTAINERS, EndsSomething, Thing
 from tests.transfer.shapes import shape_of
 
 # One worker with all four devices, and one for each.

@@ -14,14 +14,7 @@ import pytest
 from cuda.bindings.driver import CUresult
 from distributed import Client, Future, secede, worker_client
 
-from dask_devctx import (
-    Device,
-    DeviceOutOfMemoryError,
-    SimulatedArray,
-    driver,
-    report,
-    timeline,
-)
+from dask_devctx import Device, DeviceOutOfMemoryError, SimulatedArray, driver, report, timeline
 from dask_devctx.cuda.out_of_memory import is_out_of_memory, requested_nbytes
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DeviceMemoryError, DriverError

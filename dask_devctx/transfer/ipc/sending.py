@@ -39,7 +39,6 @@ class Staging(Pool):
         self.device = device
         self.limit = max(limit, _LEAST)
         self.used_at = time.monotonic()
-        self.large_at = 0.0  # when a transfer beyond the limit used it last
         self.nbytes = 0  # of all allocated buffers, the retired ones included
         self.refused = ""  # why the device cannot export memory
         self._work = device._backend.calls.work
@@ -119,9 +118,9 @@ class Sending:
 
         Raise `DriverError` if the device cannot export memory, or has failed.
         """
-        self.staging.used_at = time.monotonic()
-        if self.nbytes > self.staging.limit:
-            self.staging.large_at = self.staging.used_at
+        # Beyond its limit, only a transfer that needs this much uses it.
+        if self.staging.nbytes <= self.staging.limit or aligned(self.nbytes) > self.staging.limit:
+            self.staging.used_at = time.monotonic()
         found = self.staging.piece(self.nbytes, grow=grow)
         if found is None:
             return False

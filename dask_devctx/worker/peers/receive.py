@@ -74,7 +74,8 @@ async def ask(
         except BaseException as error:
             # If a pickle is too short, dask takes its end for the end of the connection.
             too_short = comm.closed() and isinstance(error.__context__, EOFError)
-            again = isinstance(error, ReadThroughHostError)
+            is_gone = comm.closed() and not is_out_of_memory(error)
+            again = isinstance(error, ReadThroughHostError) and not is_gone
             is_lost = isinstance(error, CommClosedError) or comm.closed()
             comm.abort()  # the rest of the answer is not read
             if not isinstance(error, Exception) or (is_lost and not (too_short or again)):
@@ -87,12 +88,15 @@ async def ask(
             if UNREAD.get() is None:  # no task asked
                 raise failure
         clear_frames(failure)
+        if again:
+            how = {"serializers": serializers, "deserializers": deserializers}
+            return await ask(local, rpc, keys, worker, who=who, **how)
         data: dict[Hashable, Any] = {}
-        if len(keys) == 1 and not again:
+        if len(keys) == 1:
             _could_not_be_read(next(iter(keys)), failure, worker, failed=local.has_failed())
         else:  # where some cannot be read, each by itself, to find those
-            for some in [list(keys)] if again else [[key] for key in keys]:
-                data.update(await data_of(local.worker, worker, some, who))
+            for key in keys:
+                data.update(await data_of(local.worker, worker, [key], who))
         return {"status": "OK", "data": data}
     except Exception as error:
         clear_frames(error)  # dask's log keeps the error: not what had arrived of the values

@@ -149,6 +149,7 @@ def _in_host_memory(
 ) -> dict[Hashable, Any]:
     """Return the values of an answer in host memory, without those that dask sends as they are."""
     spill, found = local.store().spill, dict[Hashable, Any]()
+    full = asking.takes_values and asking.said.startswith(FULL)
     for key, there in places.items():
         value, device = data[key].data, next(iter(there))
         if key not in work:
@@ -157,14 +158,12 @@ def _in_host_memory(
         try:
             with device:
                 wait_for_captures()  # some types cannot be packed without spoiling one
-            if local.transport.by_dask == "ucx" and is_by_frames(type(value)):
+            if not full and local.transport.by_dask == "ucx" and is_by_frames(type(value)):
                 work[key].hold_back_readers()
                 continue
             copying = partial(Copying, value, device, work[key], spill.pool.take, sent=True)
             form = spill.allocated(device, there[device], copying).finish()
-            found[key] = Serialize(form)
-            if asking.takes_values and asking.said.startswith(FULL):
-                found[key] = Serialize(Value.away(key, form))
+            found[key] = Serialize(Value.away(key, form) if full else form)
         except Exception as error:
             if local.has_failed(device):
                 raise CommClosedError(f"the device failed: {error}") from error

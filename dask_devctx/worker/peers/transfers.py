@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -150,15 +150,12 @@ class PeerTransfers:
                     done.result(_CLOSE_TIMEOUT_S)
 
     async def give_back_unused(self) -> None:
-        """Free staging memory that was long unused, or long larger than its limit for nothing."""
-        before = time.monotonic() - _IDLE_S
-        await self.give_back(
-            one
-            for one in self.stagings.values()
-            if one.nbytes and (one.large_at if one.nbytes > one.limit else one.used_at) < before
-        )
+        """Free staging memory that was long unused."""
+        now = time.monotonic()
+        idle = [one for one in self.stagings.values() if one.nbytes and now - one.used_at > _IDLE_S]
+        await self.give_back(idle)
 
-    async def give_back(self, stagings: Iterable[Staging] | None = None) -> bool:
+    async def give_back(self, stagings: Sequence[Staging] | None = None) -> bool:
         """Free staging memory that is not in use; return False if another worker has it open."""
         stagings = list(self.stagings.values()) if stagings is None else stagings
         found = [(staging, staging.retire()) for staging in stagings]

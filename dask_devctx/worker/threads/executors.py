@@ -21,7 +21,9 @@ from dask_devctx.cuda.out_of_memory import clear_frames
 from dask_devctx.dask_internals.tasks import (
     DeviceThreadPoolExecutor,
     ThreadPoolExecutor,
+    end_idle_threads,
     sending_tasks_on,
+    set_most_threads,
 )
 from dask_devctx.worker.placement.admission import Admission
 
@@ -69,16 +71,14 @@ def threads_without_a_device(worker: Worker, count: int | None, part: float) -> 
     A worker with devices has a generous ``nthreads``, so that dask sends it tasks ahead. Tasks that
     compute on the host would run in as many threads, and slow each other and the devices down.
     """
-    executor, most = worker.executors["default"], count or max(round(CPU_COUNT * part), 1)
-    if not isinstance(executor, ThreadPoolExecutor) or most >= worker.state.nthreads:
-        yield
-        return
-    fewer = ThreadPoolExecutor(most, thread_name_prefix="Dask-Default-Threads")
-    worker.executors["default"] = fewer
+    executor, nthreads = worker.executors["default"], worker.state.nthreads
+    most = count or max(round(CPU_COUNT * part), 1)
+    fewer = isinstance(executor, ThreadPoolExecutor) and most < nthreads
+    if fewer:
+        set_most_threads(executor, most)
+        end_idle_threads(executor, most)
     try:
         yield
     finally:
-        if worker.status is Status.closing:  # which waits for the one that is there
-            executor, fewer = fewer, executor
-        worker.executors["default"] = executor
-        fewer.shutdown(wait=False)
+        if fewer:
+            set_most_threads(executor, nthreads)

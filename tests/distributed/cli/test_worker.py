@@ -125,8 +125,8 @@ def test_options_of_dask_worker_are_passed_on(started: list[dict[str, Any]]) -> 
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        ("nonsense", 2, "must be like tcp://scheduler:8786, got 'nonsense': missing port"),
-        ("foo://bar:1", 2, "got 'foo://bar:1': unknown address scheme 'foo'"),
+        ("nonsense", 2, "missing port number in address 'nonsense'"),
+        ("foo://bar:1", 2, "unknown address scheme 'foo'"),
         (f"{ADDRESS} --task-per-device 2", 2, "No such option.*--tasks-per-device"),
         (f"{ADDRESS} --pre-import cudf", 2, "--pre-import.*DASK_DEVCTX__PRE_IMPORT"),
         (f"{ADDRESS} --tasks-per-device 0", 2, "tasks_per_device .* 1 or more, got 0$"),

@@ -11,10 +11,7 @@ import dask
 import pytest
 from distributed import Client, wait
 
-from dask_devctx import (
-    report,
-    timeline,
-)
+from dask_devctx import report, timeline
 from dask_devctx.client.timeline import Stretch, trace
 from dask_devctx.scheduler.history import KnownWorker
 from dask_devctx.scheduler.rows import Copy, TaskRun

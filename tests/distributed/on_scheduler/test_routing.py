@@ -94,6 +94,18 @@ def test_a_task_whose_device_was_lost_waits(comes_back: bool) -> None:
         assert 0.2 < time.monotonic() - start < 5
 
 
+def test_a_task_whose_preferred_worker_is_gone_goes_to_the_next_that_joins() -> None:
+    with started(LocalDeviceCluster, n_workers=1, processes=False) as client:
+        cluster: Any = client.cluster
+        (mine,) = cluster.workers.values()
+        lose(cluster, mine)
+        there = {"workers": [mine.address], "allow_other_workers": True}
+        future = client.submit(uuid_here, **there)
+        poll_for(lambda: cluster.scheduler.unrunnable, timeout=10)
+        client.sync(join, cluster)
+        assert future.result(timeout=20)
+
+
 async def join(cluster: LocalCluster, devices: list[int] | None = None) -> Worker:
     """Add a worker, with the cluster's plugin or with one for these devices."""
     worker = await Worker(cluster.scheduler.address, nthreads=1, name="late")

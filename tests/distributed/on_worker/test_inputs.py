@@ -20,12 +20,7 @@ from cuda.bindings.driver import CUresult
 from distributed import Client, Worker, get_worker, secede, wait
 from distributed.utils_test import async_poll_for
 
-from dask_devctx import (
-    Device,
-    DevicePlugin,
-    SimulatedArray,
-    device_of,
-)
+from dask_devctx import Device, DevicePlugin, SimulatedArray, device_of
 from dask_devctx.driver.relaxed import PER_THREAD_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DevctxError

@@ -15,10 +15,7 @@ import dask
 import numpy as np
 import pytest
 from dask._task_spec import Task
-from distributed import (
-    Event,
-    Reschedule,
-)
+from distributed import Event, Reschedule
 from distributed.utils_test import async_poll_for, wait_for_state
 from distributed.worker_state_machine import ComputeTaskEvent, FreeKeysEvent
 

@@ -12,12 +12,7 @@ import pytest
 from distributed import Client, LocalCluster, Worker
 from distributed.utils_test import poll_for
 
-from dask_devctx import (
-    DevicePlugin,
-    DevicesInUseError,
-    devices,
-    driver,
-)
+from dask_devctx import DevicePlugin, DevicesInUseError, devices, driver
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.worker.leases.locks import held_devices
 from tests.distributed.devices import Lease, acquire, here, of_worker, on_cluster

@@ -16,14 +16,7 @@ import pytest
 from distributed import get_worker, secede
 from distributed.utils_test import async_poll_for
 
-from dask_devctx import (
-    DevctxError,
-    Device,
-    DevicePlugin,
-    SimulatedArray,
-    device_of,
-    task_devices,
-)
+from dask_devctx import DevctxError, Device, DevicePlugin, SimulatedArray, device_of, task_devices
 from dask_devctx.worker.placement.policy import Candidate, choose_group
 from tests.distributed.devices import here, on_cluster, with_plugin
 

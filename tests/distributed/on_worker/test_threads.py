@@ -14,6 +14,7 @@ from typing import Any
 import dask
 import pytest
 from distributed import Client, Worker
+from distributed.utils_test import async_poll_for
 
 from dask_devctx import DevicePlugin, devices
 from dask_devctx.cuda.out_of_memory import clear_frames
@@ -48,6 +49,11 @@ def computes(n: int, seconds: float = 0.02) -> None:
             pass
 
 
+def cpu_threads_of(worker: Worker) -> list[threading.Thread]:
+    pool = worker.executors["default"]
+    return [thread for thread in pool._threads.copy() if thread.is_alive()]
+
+
 @pytest.mark.parametrize(("options", "expected"), [({}, 3), ({"cpu_threads": 5}, 5)])
 def test_as_many_as_there_are_cpus(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], expected: int
@@ -57,15 +63,16 @@ def test_as_many_as_there_are_cpus(
     @on_cluster(THREADS)
     async def body(client: Client, worker: Worker) -> None:
         await client.gather(client.map(computes, range(THREADS), seconds=0.001))
-        assert len(worker.executors["default"]._threads) == THREADS  # from a time before the plugin
+        assert len(cpu_threads_of(worker)) == THREADS  # from a time before the plugin
         await client.register_plugin(DevicePlugin(**options))
+        await async_poll_for(lambda: len(cpu_threads_of(worker)) == expected, timeout=10)
         Running.most = 0
         with dask.annotate(device="none"):
             await client.gather(client.map(computes, range(40), pure=False))
-        assert Running.most == len(worker.executors["default"]._threads) == expected
+        assert Running.most == expected
         await client.unregister_worker_plugin("devctx")
         await client.gather(client.map(computes, range(THREADS), pure=False))
-        assert len(worker.executors["default"]._threads) == THREADS
+        assert len(cpu_threads_of(worker)) == THREADS
 
     body()
 
