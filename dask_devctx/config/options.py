@@ -219,11 +219,12 @@ def refuse_unknown(given: Mapping[str, Any], known: Collection[str], owner: str)
 
 # -- the packages that options need
 
-# Where pip has another name for a module, for CUDA 13; with 12 in its place, for CUDA 12.
+# What pip calls the packages of modules, for CUDA 13; with 12 in its place, for CUDA 12.
 _PIP: Final = {
     **{name: f"{name.replace('_', '-')}-cu13" for name in ("rmm", "cudf", "distributed_ucxx")},
     "cupy": "cupy-cuda13x",
     "numba": "numba-cuda",
+    **{name: name for name in ("torch", "nvtx")},
 }
 
 
@@ -255,8 +256,10 @@ def require(option: str, package: str) -> None:
     except ValueError:  # a module without a specification, or None in sys.modules
         found = None
     if found is None:
-        remedy = f"pip install {(pip := _PIP.get(package, package))}"
-        remedy += f" ({pip.replace('13', '12')} for CUDA 12)" if "13" in pip else ""
+        remedy = f"install the package that has the module {package}"
+        if pip := _PIP.get(package):
+            other = f" ({pip.replace('13', '12')} for CUDA 12)" if "13" in pip else ""
+            remedy = f"pip install {pip}{other}"
         raise ImportError(
             f"{option} needs the package {package}, which is not installed: {remedy}", name=package
         )

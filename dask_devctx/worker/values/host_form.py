@@ -211,7 +211,10 @@ def arrived(about: About, frames: list[Any]) -> Any:
         value, stamp = HostForm.of_frames(about, frames, device).on_device(device)
     except Exception as error:
         if is_out_of_memory(error):
-            error.add_note(f'{device} of the receiver is full: to_device(value, "cpu") before')
+            error.add_note(
+                f"{device} of the process that gets the value is full. A client gets values in "
+                'host memory by client.gather(client.map(to_device, futures, device="cpu"))'
+            )
         raise
     wait_for(stamp)  # any thread may use it next
     return value
