@@ -264,6 +264,7 @@ _MISTAKEN: Final = {
     **dict.fromkeys(("device_fraction", "share"), SHARE),
     **dict.fromkeys(("device_mem", "device_memory_limit", "gpu_memory"), MEMORY),
 }
+_OPTIONS: Final = frozenset({"oom_retries", "tasks_per_device"})  # of the plugin
 _OURS: Final = (DEVICE, DEVICES, SHARE, MEMORY, RERUN)
 # Names as like ours as "devcie" and "device_memry". A service and a return are less so.
 _ALIKE: Final = 0.82
@@ -289,6 +290,8 @@ def mistaken(annotations: Mapping[str, Any]) -> Iterator[str]:
                 f"the annotation {name!r} means nothing to dask-devctx and dask, and has no effect "
                 f"on the device of its tasks. Write dask.annotate({meant}={value!r}){also}"
             )
+    for name in _OPTIONS & annotations.keys():
+        yield f"{name} is an option of the plugin and the cluster: an annotation has no effect"
     given = annotations.get(MEMORY)
     with suppress(TypeError, ValueError):
         if isinstance(given, int | float | str) and 1 <= (nbytes := parse_bytes(given)) < 2**20:
