@@ -187,9 +187,10 @@ _INSTEAD: Final = {
     **dict.fromkeys(COUNTS_OF_GPUS, "Write devices=[0, 1], or leave it out"),
     "CUDA_VISIBLE_DEVICES": "Write devices=[0, 1] for 0,1, or set it in the environment",
     "shared_filesystem": "Leave it out: spilled values stay in host memory",
-    "jit_unspill": "Leave it out: device_memory_limit spills values",
+    **dict.fromkeys(
+        ("jit_unspill", "enable_jit_unspill"), "Leave it out: device_memory_limit spills values"
+    ),
     "log_spilling": "Leave it out: the report and the page /devices show what is spilled",
-    "enable_jit_unspill": "Leave it out: device_memory_limit spills values",
     "enable_": "Leave it out: values go by CUDA IPC, or as protocol says",
 }
 
@@ -219,7 +220,7 @@ def refuse_unknown(given: Mapping[str, Any], known: Collection[str], owner: str)
 
 # -- the packages that options need
 
-# What pip calls the packages of modules, for CUDA 13; with 12 in its place, for CUDA 12.
+# The name of each module's package in pip. Those with 13 are for CUDA 13: for CUDA 12, it is 12.
 _PIP: Final = {
     **{name: f"{name.replace('_', '-')}-cu13" for name in ("rmm", "cudf", "distributed_ucxx")},
     "cupy": "cupy-cuda13x",

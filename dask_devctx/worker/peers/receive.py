@@ -74,8 +74,7 @@ async def ask(
         except BaseException as error:
             # If a pickle is too short, dask takes its end for the end of the connection.
             too_short = comm.closed() and isinstance(error.__context__, EOFError)
-            is_gone = comm.closed() and not is_out_of_memory(error)  # else it was aborted here
-            again = isinstance(error, ReadThroughHostError) and not is_gone
+            again = isinstance(error, ReadThroughHostError) and not comm.closed()
             is_lost = isinstance(error, CommClosedError) or comm.closed()
             comm.abort()  # the rest of the answer is not read
             if not isinstance(error, Exception) or (is_lost and not (too_short or again)):
