@@ -28,7 +28,7 @@ setup(
         Extension(
             "dask_devctx.driver._scope",
             ["csrc/scope.c"],
-            depends=["csrc/native.h", "csrc/stack.h"],
+            depends=["csrc/native.h", "csrc/search.h", "csrc/stack.h"],
             define_macros=[("Py_LIMITED_API", "0x030B0000")] if stable_abi else [],
             py_limited_api=stable_abi,
             optional=True,  # without a compiler the same is done in Python

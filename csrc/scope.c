@@ -25,6 +25,7 @@
 #include <stdint.h>
 
 #include "native.h"
+#include "search.h"
 #include "stack.h"
 
 #ifdef Py_GIL_DISABLED
@@ -446,6 +447,9 @@ static PyMethodDef module_methods[] = {
      "that fails. Return its address and its status; None if all succeed."},
     {"wait_relaxed", (PyCFunction)(void (*)(void))module_wait_relaxed, METH_FASTCALL,
      "wait_relaxed(exchange, *calls)\n--\n\nDo as invoke_relaxed, without the GIL."},
+    {"few", (PyCFunction)(void (*)(void))module_few, METH_FASTCALL,
+     "few(root, known, leaf, at_most)\n--\n\n"
+     "Return the leaves in a value, or None, as walk.few does; known has what walk.find returns."},
     {"stack", module_stack, METH_NOARGS, "stack()\n--\n\nReturn the stack of the calling thread."},
     {NULL},
 };

@@ -5,7 +5,8 @@ memory that the work still reads is held until the work is done.
 
 Nothing here spoils a graph that another thread captures. An event of a whole context would, and so
 would work for the legacy default stream while a stream that it waits for is captured. Therefore
-streams are recorded one by one, and the legacy stream only when no capture forbids it.
+streams are recorded one by one, and the legacy stream only when no capture forbids it; an event of
+a context is recorded by a worker that knows that no other call uses the device.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, Final, Self
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver.backends import ProcessLock
-from dask_devctx.driver.relaxed import LEGACY_STREAM, PER_THREAD_STREAM
+from dask_devctx.driver.relaxed import LEGACY_STREAM, PER_THREAD_STREAM, RelaxedCapture
 from dask_devctx.errors import DevctxError
 from dask_devctx.transfer.location import nbytes_by_device
 
@@ -75,7 +76,7 @@ def numba_stream() -> int:
 
 
 class Event:
-    """A point in the work of one device, whose primary context is current on this thread."""
+    """A point in the work of one device; its primary context is current where it is recorded."""
 
     __slots__ = ("_calls", "_free", "_handle", "stream")  # the one it was recorded in last
 
@@ -88,7 +89,8 @@ class Event:
         try:
             self._handle = self._free.pop()
         except IndexError:
-            self._handle = self._calls.event_create(timed=timed)
+            with device, RelaxedCapture(self._calls):  # a task may have left another current
+                self._handle = self._calls.event_create(timed=timed)
 
     def __del__(self) -> None:
         # No call, which could wait: this may run on any thread, at any moment. The next one that
@@ -158,6 +160,14 @@ class Stamp:
                         stamp._unrecorded.add(device)
             stamp._events[device] = tuple(events)
         return stamp
+
+    @classmethod
+    def until(cls, event: Event | None, device: Device) -> Self:
+        """Return a stamp of all work of a device until an event; if None, of this thread's work."""
+        if event is None:
+            return cls.of_devices((device,))
+        event.stream = LEGACY_STREAM if current_streams(device) == (LEGACY_STREAM,) else 0
+        return cls({device: (event,)})
 
     def _record_rest(self, *, wait: bool) -> bool:
         """Record what a capture forbade; return whether nothing remains."""

@@ -21,6 +21,11 @@ from typing import Any, ClassVar, Final
 
 from dask.utils import Dispatch
 
+try:
+    from dask_devctx.driver._scope import few as few_in_c
+except ImportError:  # it was not built
+    few_in_c = None  # type: ignore[assignment]
+
 logger = logging.getLogger(__name__)
 
 # The number of objects of a value to look at before the value counts as one without arrays.
@@ -247,6 +252,8 @@ def leaves(root: Any, at_most: int | None = None) -> Iterable[Any]:
 
 def few(root: Any, at_most: int = _FEW) -> list[Any] | None:
     """Return the leaves in a value, each once; None if it is not one of a few objects. Fast."""
+    if few_in_c is not None:
+        return few_in_c(root, _found, LEAF, at_most)
     todo, found, seen = [root], [], {id(root)}  # the first keeps the values of the ids
     with suppress(Exception):  # of a part of it; the walk meets it again, and knows what to do
         for value in todo:

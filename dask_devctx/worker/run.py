@@ -87,7 +87,6 @@ class DeviceRun(_Run, Claim, Guard):
     is_plain = True  # it takes one slot, and none as a coroutine or on threads of the user's
     queued = True
     not_again = ""
-    made: Value | None = None
 
     def __init__(
         self, runs: Runs, ts: Any, devices: tuple[Device, ...], priority: tuple[Any, ...]

@@ -118,13 +118,21 @@ def test_an_array_is_found_wherever_it_hides(around: Callable[[Any], Any]) -> No
     assert device_of(value) is Device(3)
 
 
+@pytest.mark.parametrize("in_c", [True, False])
 @pytest.mark.parametrize("beside", ["x", range(50)], ids=["few", "many"])
-def test_each_leaf_counts_once_among_few_objects_and_many(beside: Any) -> None:
+def test_each_leaf_counts_once_among_few_objects_and_many(
+    beside: Any, in_c: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not in_c:
+        monkeypatch.setattr(walk, "few_in_c", None)
     x, y = array(0), array(1)
     value = {"x": x, "again": [x, (y, x)], "beside": [*beside]}
     value["itself"] = value
     assert sorted(map(id, walk.leaves(value))) == sorted([id(x), id(y)])
     assert (walk.few(value) is None) == (len(beside) > 1)
+    broken = type("Broken", (), {})
+    monkeypatch.setitem(walk._registered, broken, lambda whole: 1 / 0)
+    assert walk.few([x, broken()]) is None, "what cannot be read is left to the walk"
     assert device_of(value) is Device(0)  # as many bytes on each: the lower ordinal
 
 

@@ -124,10 +124,12 @@ class Work:
         self.numbers = itertools.count(1)
         # The tasks that ended, and when: by the next one of the numbers.
         self.left: deque[tuple[int, Hashable]] = deque(maxlen=_REMEMBERED)
+        self.looked_at = float("-inf")  # when its last call ended, by ``perf_counter``
         self._calls = calls
-        self._event: Event | None = None
-        self._marked = 0  # the number at which the event was recorded; 0 if it is not
-        self._looking = threading.Lock()  # held while the event or the rest is in use
+        # The events that the device has not reached, each with the number at which it was recorded.
+        self._marks: deque[tuple[int, Event]] = deque(maxlen=_REMEMBERED)
+        self._event: Event | None = None  # of all marks that nobody keeps
+        self._looking = threading.Lock()  # held while the marks or the rest are in use
 
     def wait(self) -> None:
         """Wait for the device, which is current, clear its suspects and probe it."""
@@ -139,35 +141,37 @@ class Work:
                     self.left.popleft()
             calls.work.look()
 
-    def look(self, *, mark: bool) -> None:
+    def look(self, *, mark: bool, kept: bool = False) -> Event | None:
         """Query the progress and health of the device, current or not, without waiting.
 
-        If the device reached the mark and has not failed, the tasks that had ended at the mark are
-        cleared. The event is recorded again after the device reached it.
+        If the device reached a mark and has not failed, the tasks that had ended at the mark are
+        cleared. A mark is made after the device reached all others, or if it is ``kept``: then this
+        returns its event, of all work until now, unless it cannot be recorded.
         """
-        look = self.device._backend.calls.work.look
-        if not (self._marked or mark) or not self._looking.acquire(blocking=False):
+        look, marks = self.device._backend.calls.work.look, self._marks
+        if not (marks or mark) or not self._looking.acquire(blocking=False):
             look(self.device._handle)
-            return
+            return None
         try:
-            if marked := self._marked:
-                if not look.reached(self._event._handle):  # type: ignore[union-attr]
-                    return
-                while self.left and self.left[0][0] < marked:
+            asked = bool(marks)
+            while marks and look.reached(marks[0][1]._handle):
+                number, _ = marks.popleft()
+                while self.left and self.left[0][0] < number:
                     self.left.popleft()
-                self._marked = 0
             # Recording an event on the whole context ends a graph capture of another thread.
-            if mark and not (self._calls.running and self._calls.running_on(self.device)):
-                if self._event is None:
-                    self.device.set_current()  # a task may have left another
-                    with RelaxedCapture(self.device._backend.calls.work):
-                        self._event = Event(self.device)
+            if (mark and (kept or not marks)) and not (
+                self._calls.running and self._calls.running_on(self.device)
+            ):
+                event = Event(self.device) if kept or self._event is None else self._event
                 number = next(self.numbers)
-                if look.record(self._event._handle, self.device._handle):
-                    self._marked = number
-                    return  # else the driver is too old for marks, and no suspect is cleared
-            elif marked:
-                return
+                if look.record(event._handle, self.device._handle):
+                    marks.append((number, event))
+                    if kept:
+                        return event
+                    self._event = event
+                    return None  # else the driver is too old for marks, and no suspect is cleared
+            elif asked:
+                return None
             look(self.device._handle)
         except DriverError as error:
             if statuses.failed(error.code):
@@ -176,6 +180,8 @@ class Work:
             look(self.device._handle)
         finally:
             self._looking.release()
+            self.looked_at = time.perf_counter()
+        return None
 
 
 class _Works(dict[Device, Work]):

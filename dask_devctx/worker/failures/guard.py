@@ -18,11 +18,13 @@ from dask_devctx.cuda.out_of_memory import clear_frames, is_out_of_memory
 from dask_devctx.dask_internals.tasks import rejoin_if_seceded
 from dask_devctx.driver import statuses
 from dask_devctx.errors import DriverError
+from dask_devctx.transfer import Stamp
 from dask_devctx.worker.failures.calls import Call
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.tracebacks import of_the_task
 
 _POLL_S: Final = 0.02  # many tasks may wait for their turn on one event loop
+_FRESH_S: Final = 0.001  # a device that was looked at so lately is not looked at again
 _CURRENT: Final = nullcontext()
 
 
@@ -46,6 +48,7 @@ class Guard(Call):
     began_at = 0.0
     thread: int | None = None
 
+    made: Any = None  # its result as a `Value`
     synchronizes = False  # whether it waits for its devices before and after the call
     # Why it does not run again after a device failed; "" if it may.
     not_again = (
@@ -206,8 +209,9 @@ class Guard(Call):
                 return False
             device.__enter__()
             entered = True
-            if not self.synchronizes:
-                calls.works[device].look(mark=False)
+            work = calls.works[device]
+            if not self.synchronizes and time.perf_counter() - work.looked_at > _FRESH_S:
+                work.look(mark=False)
             if self.is_coro:
                 entered = False
                 device.__exit__(None, None, None)
@@ -246,7 +250,11 @@ class Guard(Call):
                             device.set_current()  # the task may have left another
                             work.wait()
                         else:
-                            work.look(mark=True)
+                            made = self.made
+                            kept = made is not None and bool(made.nbytes) and made.stamp is None
+                            event = work.look(mark=True, kept=kept)
+                            if kept:
+                                made.stamp = Stamp.until(event, device)
                 except DriverError as found:
                     if statuses.failed(found.code):
                         outcome = self._blamed(device, found, outcome or found)  # type: ignore[arg-type]

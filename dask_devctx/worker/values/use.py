@@ -145,11 +145,10 @@ class Use:
             elif found is not None:
                 places = nbytes_by_device(result)
             # Several devices may have made it together. Without it, nothing shows whether the work
-            # that reads the copies is done.
-            stamped = dict.fromkeys(places)
-            if self._copies or (places and len(devices) > 1):
-                stamped |= dict.fromkeys(devices)
-            work = Stamp.of_devices(stamped) if stamped else None
+            # that reads the copies is done. Else the call's own mark is its stamp.
+            work = None
+            if self._copies or (places and (len(devices) > 1 or devices[0] not in places)):
+                work = Stamp.of_devices(dict.fromkeys((*places, *devices)))
             if self._copies and work is not None:
                 store.copies.used(self._copies, devices[0], work)
                 self._copies = []
