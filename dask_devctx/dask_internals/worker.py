@@ -75,8 +75,7 @@ def told_after(
 ) -> AbstractContextManager[None]:
     """While it is open, a function gets each message of the scheduler's stream after dask.
 
-    ``"remove-worker"`` names each other worker that leaves the cluster, and ``"free-keys"`` has the
-    keys that the scheduler frees or cancels.
+    ``"remove-worker"`` names a worker that leaves, ``"free-keys"`` freed or cancelled keys.
     """
     before = worker.stream_handlers[op]
 
@@ -140,11 +139,8 @@ def has_nanny(worker: Worker) -> bool:
 
 
 def leave_nanny(worker: Worker) -> str | None:
-    """Detach a worker from its nanny; return the nanny's address, or None without a nanny.
-
-    A scheduler tells a worker that it has removed to close, and the worker closes its nanny too.
-    After this call the worker does neither, and the nanny starts another worker.
-    """
+    """Detach a worker from its nanny, which starts another one; return its address, or None."""
+    # A scheduler tells a worker that it has removed to close, and that closes the nanny, too.
     nanny: str | None = worker.nanny
     worker.nanny = None
     worker.stream_handlers["close"] = _stay

@@ -148,8 +148,6 @@ class Cluster:
 def device_names(devices: Iterable[tuple[str, int, str]]) -> dict[str, str]:
     """Return a short name for each device, by its UUID; a part of the UUID where names clash.
 
-    Examples
-    --------
     >>> device_names([("a", 0, "GPU-3807"), ("a", 0, "GPU-b93a"), ("b", 0, "GPU-c1")])
     {'GPU-3807': 'cuda:0 GPU-3807', 'GPU-b93a': 'cuda:0 GPU-b93a', 'GPU-c1': 'cuda:0'}
     """

@@ -88,12 +88,9 @@ class Faults:
 def function(
     outputs: int, *, needs_init: bool = True, works: bool = False, unsafe: bool = False
 ) -> Callable[[Any], Any]:
-    """Make a method a driver function that returns its status and ``outputs`` values.
+    """Make a method, which returns values or raises, a driver function with so many outputs.
 
-    The method returns the values, or raises :class:`Refused`.
-
-    ``works`` puts it among the calls that need a working device, ``unsafe`` among those that a
-    capture forbids.
+    ``works``: the call needs a working device. ``unsafe``: a capture forbids it.
     """
 
     def decorate(body: Callable[..., Any]) -> Any:

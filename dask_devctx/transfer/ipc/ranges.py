@@ -133,8 +133,6 @@ class Pool:
 def in_a_row(sizes: Iterable[int]) -> tuple[list[int], int]:
     """Return the offsets of parts one after another, each aligned, and the bytes of them all.
 
-    Both sides compute this from the sizes alone.
-
     >>> in_a_row([300, 100, 0])
     ([0, 512, 768], 612)
     """

@@ -145,8 +145,8 @@ class Work:
         """Query the progress and health of the device, current or not, without waiting.
 
         If the device reached a mark and has not failed, the tasks that had ended at the mark are
-        cleared. A mark is made after the device reached all others, or if it is ``kept``: then this
-        returns its event, of all work until now, unless it cannot be recorded.
+        cleared. A mark is made when the device has reached all others; one that is ``kept`` is made
+        at once, and its event is returned, unless that cannot be recorded.
         """
         look, marks = self.device._backend.calls.work.look, self._marks
         if not (marks or mark) or not self._looking.acquire(blocking=False):
@@ -159,9 +159,8 @@ class Work:
                 while self.left and self.left[0][0] < number:
                     self.left.popleft()
             # Recording an event on the whole context ends a graph capture of another thread.
-            if (mark and (kept or not marks)) and not (
-                self._calls.running and self._calls.running_on(self.device)
-            ):
+            others = self._calls.running and self._calls.running_on(self.device)
+            if mark and (kept or not marks) and not others:
                 event = Event(self.device) if kept or self._event is None else self._event
                 number = next(self.numbers)
                 if look.record(event._handle, self.device._handle):
