@@ -126,8 +126,7 @@ def start(function, *arguments):
 def child() -> Child:
     """Run a function in a fresh process: ``child(function, *arguments, env=…, check=True)``.
 
-    It sees its arguments, ``make``, ``ok``, ``names``, ``types``, the functions of ``beside=``,
-    and ``start(function, *arguments)``: that runs one of these in another process, with pipes.
+    It sees ``make``, ``ok``, ``names``, ``types``, ``beside=`` and ``start(function, *arguments)``.
     """
 
     def run(

@@ -106,10 +106,7 @@ _WORKERS = ("worker", "one", "two", "other", "first", "second", "a", "b", "c")
 def on_cluster(
     *nthreads: int, plugin: dict[str, Any] | None = None, **how: Any
 ) -> Callable[[Any], Any]:
-    """A test on a cluster in this process, given ``client``, ``scheduler``, workers or fixtures.
-
-    A plugin of some options is registered before; afterwards no worker's thread has a context.
-    """
+    """A test on a cluster in this process; afterwards no worker's thread has a context."""
 
     def decorate(test: Any) -> Any:
         wanted = inspect.signature(test).parameters

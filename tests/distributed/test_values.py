@@ -11,11 +11,12 @@ import dask
 import numpy as np
 import pytest
 
-from dask_devctx import Device, DevicePlugin, SimulatedArray
+from dask_devctx import Device, DevicePlugin, SimulatedArray, driver
 from dask_devctx.errors import DevctxError
-from dask_devctx.transfer import nbytes_by_device
+from dask_devctx.transfer import nbytes_by_device, release_held
 from tests.distributed.devices import here, on_cluster, with_plugin
 from tests.transfer.hostile import CONTAINERS, EndsSomething, Thing
+from tests.transfer.order import Order
 from tests.transfer.shapes import shape_of
 
 # One worker with all four devices, and one for each.
@@ -44,6 +45,25 @@ def total_of_pair(pair: dict[str, Any]) -> float:
 
 def where(value: Any) -> set[int]:
     return {device.device_id for device in nbytes_by_device(value)}
+
+
+def hidden() -> SimulatedArray:
+    order = driver.backend().machine.order
+    order.give("hidden", 0, order.stream(0, blocking=False))  # which is not current in the end
+    return make()
+
+
+@with_plugin()
+async def test_a_result_comes_after_all_work_of_its_task(client: Any, *_: Any) -> None:
+    machine = driver.backend().machine
+    machine.order = Order(machine)
+    with dask.annotate(device=0):
+        made = client.submit(hidden)
+    with dask.annotate(device=1):
+        assert await client.submit(total, made) == (100.0, 1)
+    machine.faults.clear()
+    assert release_held() == 0
+    assert any(at == 1 and "hidden" in work for at, work in machine.order.before_allocations)
 
 
 def run(shape: str, body: Callable[..., Any]) -> None:

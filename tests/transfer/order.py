@@ -31,6 +31,7 @@ class Order:
         self._events: dict[int, set[str]] = {}
         for name, note in (
             ("cuEventRecord", self._record),
+            ("cuCtxRecordEvent", self._record_all),
             ("cuStreamWaitEvent", self._wait),
             ("cuMemAlloc", self._allocate),
         ):
@@ -61,6 +62,11 @@ class Order:
 
     def _record(self, event: Any, stream: Any) -> bool:
         self._events[int(event)] = self.before(_ordinal(), int(stream))
+        return False
+
+    def _record_all(self, context: Any, event: Any) -> bool:
+        given = (work for (at, _), work in self._work.items() if at == _ordinal())
+        self._events[int(event)] = set().union(*given)
         return False
 
     def _wait(self, stream: Any, event: Any, flags: Any) -> bool:
