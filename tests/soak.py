@@ -4,9 +4,7 @@ Devices are simulated, or with ``--gpus`` real ones, where CuPy makes the values
 are killed or stand still, devices break with and without a guilty task, and memory runs out. Only
 the tasks that broke a device may err, everything else gives its right value, and at the end nothing
 is left in device memory. Without faults, the memory of the processes may hardly grow, too.
-
-Tasks, faults and the moments of the faults follow from ``--seed``, but not the moment at which a
-thread meets a fault.
+``--seed`` decides tasks and faults, but not when a thread meets a fault.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def _parts_of(kind: type) -> Any:
                 return _registered[each]
         for each in kind.__mro__:
             if each in _CONTAINERS:
-                return tuple if kind in (list, tuple) else gc.get_referents  # these in their order
+                return _itself if kind in (list, tuple) else gc.get_referents  # in their order
             if (each.__module__, each.__name__) == ("numpy", "ndarray"):
                 return _members
             if each is not object and _is_foreign(each):
@@ -144,6 +144,10 @@ def _parts_of(kind: type) -> Any:
     except Exception:  # a class or metaclass whose attributes cannot be read
         logger.debug("found no way to take a %r apart", kind, exc_info=True)
         return None
+
+
+def _itself(parts: Any) -> Any:
+    return parts  # no copy: it may be long
 
 
 _found = Registry.remember(_parts_of)

@@ -169,8 +169,14 @@ def depth_of(value: Any) -> int:
 
 @pytest.mark.parametrize("depth", [600, 10_000])
 @with_plugin()
-async def test_a_deeply_nested_value_is_one_as_any_other(client: Any, depth: int) -> None:
+async def test_a_value_of_many_objects_is_one_as_any_other(
+    client: Any, worker: Any, depth: int
+) -> None:
     made = client.submit(deep, depth, "host", pure=False)
     for device in (0, 1):
         with dask.annotate(device=device):
             assert await client.submit(depth_of, made, pure=False) == depth
+    [wide] = await client.scatter([[[i] for i in range(depth)]])
+    assert await client.submit(len, wide) == depth
+    while not worker.data.is_host_data(wide.key):  # no other task searches it
+        await asyncio.sleep(0.01)

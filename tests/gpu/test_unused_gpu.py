@@ -1,8 +1,7 @@
 """A worker that does not use the first GPU leaves it alone: it has no context there.
 
-Values of each library are made, sent, kept, read by a task without a device, and dropped. A thread
-with nothing current that frees memory, or sends or reads a value, creates a context on the first
-GPU, which costs half a GiB.
+Values of each library are made, sent, kept, read by a task without a device, and dropped: each can
+create a context on the first GPU, which costs half a GiB.
 """
 
 from __future__ import annotations

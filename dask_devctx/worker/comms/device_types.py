@@ -83,8 +83,7 @@ def is_by_frames(kind: type) -> bool:
 def are_few(values: Iterable[object], at_most: int) -> bool:
     """Return whether values are a few arrays and numbers: they are packed in microseconds.
 
-    Each may be a dictionary, list or tuple of some, such as the partial results of a reduction.
-    Their arrays in host memory have ``at_most`` so many bytes.
+    Each may be a container of some. Their arrays in host memory have ``at_most`` so many bytes.
     """
     left, nbytes = FEW, 0
     for value in values:

@@ -36,9 +36,8 @@ _ENDING = frozenset({Status.closing, Status.closed, Status.failed})
 def begin_the_end(worker: Worker, failure: Failure) -> None:
     """End a worker whose process cannot use its devices any more, soon; on any thread.
 
-    Before it returns, others get no data from the worker, and the message about its suspects is on
-    its way: an event goes the same way as the tasks' outcomes, so the scheduler marks a task before
-    it raises and runs again.
+    Before it returns, others get no data from the worker, and the event about its suspects is on
+    its way, as the tasks' outcomes go: the scheduler marks a task before it runs again.
     """
     internals.answer_for_good(worker, "get_data", _refuse)  # others may ask before the loop runs
     try:

@@ -66,9 +66,8 @@ async def _no_devices(tell: Tell, used: Mapping[str, int] | None) -> None:
 async def refuse(worker: Worker, error: Exception, tell: Tell, *, leaves: bool, had: bool) -> bool:
     """Tell the scheduler that a worker has no devices; return whether the worker leaves for that.
 
-    A worker that joins leaves if other workers hold its devices: it would run tasks on these. With
-    ``leaves``, it leaves with any error. If it stays, the error gets a note with the remedy, and
-    with the tasks that fail: more of them where the worker ``had`` devices.
+    One that joins leaves if others hold its devices; with ``leaves``, with any error. If it stays,
+    the error gets a note: the remedy, and the tasks that fail, more where it ``had`` devices.
     """
     if worker.status not in (Status.running, Status.paused):
         error.add_note(NOT_STARTED)  # the error ends the start

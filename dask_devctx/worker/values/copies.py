@@ -167,11 +167,8 @@ class Copies:
         return moved
 
     def used(self, copies: Iterable[Any], device: Device, stamp: Stamp) -> None:
-        """Note that a task's work reads copies: they live until it is done, dropped or not.
-
-        Threads with their own streams need this; with the default stream the library keeps this
-        order itself.
-        """
+        """Note that a task's work reads copies: they live until it is done, dropped or not."""
+        # With the default stream the library keeps this order itself.
         hold(stamp, *copies)
         with self._lock:
             there = self.there[device]

@@ -85,7 +85,7 @@ class Spill:
         self.open = bool(known)  # whether values are spilled
         self.stagings: Mapping[Device, Staging] = {}  # beside the values
         self._worker = worker
-        self._moved = moved
+        self.moved = moved
         self._on_copy = on_copy
         self._on_failure = on_failure
         self._told = False
@@ -329,7 +329,7 @@ class Spill:
                 "back before their tasks (device_memory_limit). report(client).devices counts them",
                 *(self._worker.name, device, format_bytes(account.limit)),
             )
-        self._moved(value)
+        self.moved(value)
         return freed
 
     @contextmanager
@@ -386,7 +386,7 @@ class Spill:
                     counts.unspilled_nbytes += form.nbytes
             finally:
                 self.give_room(device, form.nbytes)
-        self._moved(value)
+        self.moved(value)
         return whole
 
     def clear(self, device: Device, nbytes: int | None = None) -> int:

@@ -216,14 +216,18 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
             return None
         value = Value(key, whole, nbytes_by_device(whole))
         value.released = True  # no copy is kept for others
+        if not value.nbytes:
+            self.spill.moved(value)
         return value if value.nbytes else None
 
     def moved(self, value: Value) -> None:
         """Show dask a value that was spilled as host data, or no longer; on the event loop."""
-        in_raw = self._in_memory.get(value.key) is value
-        if in_raw:
-            del self.raw[value.key]
-        if in_raw or _dict.get(self, value.key) is value:
+        kept = self._in_memory.get(value.key)
+        if kept is not None and kept is value.value:  # host data: it is not searched again
+            _dict.__setitem__(self, value.key, _ON_HOST)
+        elif kept is value or _dict.get(self, value.key) is value:
+            if kept is value:
+                del self.raw[value.key]
             self._put(value)
 
 
