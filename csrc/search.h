@@ -33,7 +33,9 @@ add_part(PyObject *todo, PyObject *known, PyObject *part)
 static int
 add_parts(PyObject *todo, PyObject *known, PyObject *value, PyObject *take, Py_ssize_t at_most)
 {
-    PyObject *parts = PyObject_CallFunctionObjArgs(take, value, NULL);
+    PyObject *parts = PyList_CheckExact(value) || PyTuple_CheckExact(value)
+                          ? Py_NewRef(value) /* they are their own parts */
+                          : PyObject_CallFunctionObjArgs(take, value, NULL);
     Py_ssize_t count = parts == NULL ? -1 : PySequence_Size(parts);
     int done = count < 0 ? -1 : PyList_Size(todo) + count <= at_most;
     for (Py_ssize_t i = 0; done > 0 && i < count; i++) {

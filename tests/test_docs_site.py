@@ -28,8 +28,8 @@ PAGES = {
 ARCHITECTURE = (ROOT / "docs" / "images" / "architecture.svg").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 BLOCK = re.compile(r"^([ ]*)```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
-# A page's Python, in its order: what a reader sees; `<!-- run:` has lines that the next blocks need,
-# or that check the last one; `<!-- compile only:` says why the block after it cannot run everywhere.
+# A page's Python, in its order: what a reader sees; `<!-- run:` has lines that the next blocks
+# need, or that check the last one; `<!-- compile only:` says why the next cannot run everywhere.
 PIECE = re.compile(
     r"^<!-- run:\n(?P<hidden>.*?)^-->$|^<!-- compile only: (?P<reason>[^\n]+) -->$|"
     r"^(?P<indent>[ ]*)```python\n(?P<shown>.*?)^(?P=indent)```$",

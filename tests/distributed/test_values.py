@@ -169,9 +169,7 @@ def depth_of(value: Any) -> int:
 
 @pytest.mark.parametrize("depth", [600, 10_000])
 @with_plugin()
-async def test_a_value_of_many_objects_is_one_as_any_other(
-    client: Any, worker: Any, depth: int
-) -> None:
+async def test_a_value_of_many_objects(client: Any, worker: Any, depth: int) -> None:
     made = client.submit(deep, depth, "host", pure=False)
     for device in (0, 1):
         with dask.annotate(device=device):

@@ -159,8 +159,8 @@ class Work:
                 while self.left and self.left[0][0] < number:
                     self.left.popleft()
             # Recording an event on the whole context ends a graph capture of another thread.
-            others = self._calls.running and self._calls.running_on(self.device)
-            if mark and (kept or not marks) and not others:
+            calls, wanted = self._calls, mark and (kept or not marks)
+            if wanted and not (calls.running and calls.running_on(self.device)):
                 event = Event(self.device) if kept or self._event is None else self._event
                 number = next(self.numbers)
                 if look.record(event._handle, self.device._handle):
