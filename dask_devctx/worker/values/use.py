@@ -147,7 +147,7 @@ class Use:
             # Several devices may have made it together. Without it, nothing shows whether the work
             # that reads the copies is done. Else the call's own mark is its stamp.
             work = None
-            if self._copies or (places and (len(devices) > 1 or devices[0] not in places)):
+            if self._copies or (places and len({*places, *devices}) > 1):
                 work = Stamp.of_devices(dict.fromkeys((*places, *devices)))
             if self._copies and work is not None:
                 store.copies.used(self._copies, devices[0], work)
