@@ -3,6 +3,7 @@
 Run it with ``make upstream``. distributed's tests are in its repository, not in its wheels: give a
 checkout of a release by ``--source``, or let this clone one with git. They run in the environment
 of this Python, with the checkout's distributed, so dask must be of the same release.
+
 A test that fails only with the plugin runs again, alone and both ways. What still differs has a
 reason in :data:`REASONS`, or is an error here.
 """

@@ -58,7 +58,7 @@ class Layout:
 
 
 def lay_out(options: Options, n_workers: int | None, *, processes: bool) -> Layout:
-    """Return the layout of a new cluster, or of more workers of one; errors if devices lack."""
+    """Return the layout of a new cluster, or of more workers of one that is there."""
     if n_workers is not None and n_workers < 0:
         raise ValueError(f"n_workers must be 0 or more, or None for the default, got {n_workers}")
     used = named_devices(options.devices)

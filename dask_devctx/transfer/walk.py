@@ -256,7 +256,7 @@ def leaves(root: Any, at_most: int | None = None) -> Iterable[Any]:
 
 def few(root: Any, at_most: int = _FEW) -> list[Any] | None:
     """Return the leaves in a value, each once; None if it is not one of a few objects. Fast."""
-    if few_in_c is not None:
+    if few_in_c is not None:  # csrc/search.h does the same
         return few_in_c(root, _found, LEAF, at_most)
     todo, found, seen = [root], [], {id(root)}  # the first keeps the values of the ids
     with suppress(Exception):  # of a part of it; the walk meets it again, and knows what to do

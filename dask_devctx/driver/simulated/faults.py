@@ -88,7 +88,7 @@ class Faults:
 def function(
     outputs: int, *, needs_init: bool = True, works: bool = False, unsafe: bool = False
 ) -> Callable[[Any], Any]:
-    """Make a method, which returns values or raises, a driver function with so many outputs.
+    """Make a driver function of a method that returns so many values, or raises `Refused`.
 
     ``works``: the call needs a working device. ``unsafe``: a capture forbids it.
     """

@@ -124,7 +124,7 @@ class Work:
         self.numbers = itertools.count(1)
         # The tasks that ended, and when: by the next one of the numbers.
         self.left: deque[tuple[int, Hashable]] = deque(maxlen=_REMEMBERED)
-        self.looked_at = float("-inf")  # when its last call ended, by ``perf_counter``
+        self.looked_at = float("-inf")  # when a look at its marks ended, by ``perf_counter``
         self._calls = calls
         # The events that the device has not reached, each with the number at which it was recorded.
         self._marks: deque[tuple[int, Event]] = deque(maxlen=_REMEMBERED)
@@ -165,10 +165,9 @@ class Work:
                 number = next(self.numbers)
                 if look.record(event._handle, self.device._handle):
                     marks.append((number, event))
-                    if kept:
-                        return event
-                    self._event = event
-                    return None  # else the driver is too old for marks, and no suspect is cleared
+                    if not kept:
+                        self._event = event
+                    return event if kept else None  # an old driver has no marks: nothing is cleared
             elif asked:
                 return None
             look(self.device._handle)

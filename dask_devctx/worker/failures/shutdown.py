@@ -37,7 +37,7 @@ def begin_the_end(worker: Worker, failure: Failure) -> None:
     """End a worker whose process cannot use its devices any more, soon; on any thread.
 
     Before it returns, others get no data from the worker, and the event about its suspects is on
-    its way, as the tasks' outcomes go: the scheduler marks a task before it runs again.
+    its way. It goes as the tasks' outcomes do, so the scheduler marks a task before it runs again.
     """
     internals.answer_for_good(worker, "get_data", _refuse)  # others may ask before the loop runs
     try:

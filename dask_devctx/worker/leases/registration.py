@@ -66,8 +66,8 @@ async def _no_devices(tell: Tell, used: Mapping[str, int] | None) -> None:
 async def refuse(worker: Worker, error: Exception, tell: Tell, *, leaves: bool, had: bool) -> bool:
     """Tell the scheduler that a worker has no devices; return whether the worker leaves for that.
 
-    One that joins leaves if others hold its devices; with ``leaves``, with any error. If it stays,
-    the error gets a note: the remedy, and the tasks that fail, more where it ``had`` devices.
+    One that joins leaves if others hold its devices, and with ``leaves`` after any error. If it
+    stays, a note on the error has the remedy and the tasks that fail: more if it ``had`` some.
     """
     if worker.status not in (Status.running, Status.paused):
         error.add_note(NOT_STARTED)  # the error ends the start

@@ -93,7 +93,7 @@ class Account:
         """Return the values that may be spilled, in order.
 
         First those that no known task needs, the least recently used first; then those whose task
-        runs last; small ones after all. Values that share memory follow, and stay, as one.
+        runs last; small ones after all. Values that share memory leave or stay together.
         """
         blocks = self.blocks.items()
         shared = {memory: [*_living(entries)] for memory, entries in blocks if len(entries) > 1}

@@ -216,14 +216,15 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
             return None
         value = Value(key, whole, nbytes_by_device(whole))
         value.released = True  # no copy is kept for others
-        if not value.nbytes:
-            self.spill.moved(value)
-        return value if value.nbytes else None
+        if value.nbytes:
+            return value
+        self.spill.moved(value)
+        return None
 
     def moved(self, value: Value) -> None:
         """Show dask a value that was spilled as host data, or no longer; on the event loop."""
         kept = self._in_memory.get(value.key)
-        if kept is not None and kept is value.value:  # host data: it is not searched again
+        if kept is not None and kept is value.value:  # it was searched, and is host data
             _dict.__setitem__(self, value.key, _ON_HOST)
         elif kept is value or _dict.get(self, value.key) is value:
             if kept is value:

@@ -144,14 +144,14 @@ class Use:
                 places = (nbytes_by_device.find(result.__class__) or nbytes_by_device)(result)
             elif found is not None:
                 places = nbytes_by_device(result)
-            # Several devices may have made it together. Without it, nothing shows whether the work
-            # that reads the copies is done. Else the call's own mark is its stamp.
-            work = None
-            if self._copies or (places and len({*places, *devices}) > 1):
-                work = Stamp.of_devices(dict.fromkeys((*places, *devices)))
-            if self._copies and work is not None:
-                store.copies.used(self._copies, devices[0], work)
-                self._copies = []
+            # The call's own mark is the stamp of a result of one device. Several devices may have
+            # made it together, and copies that the call reads live until its work is done.
+            work, involved = None, {*places, *devices}
+            if self._copies or (places and len(involved) > 1):
+                work = Stamp.of_devices(involved)
+                if self._copies:
+                    store.copies.used(self._copies, devices[0], work)
+                    self._copies = []
             if places:
                 value = run.made = Value(run.key, result, places, work)
                 value.fresh = True
