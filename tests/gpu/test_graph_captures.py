@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -44,20 +45,26 @@ def capture_with_cupy(index: int, mode: str) -> float:
     return float(x[0].get())
 
 
+# torch's graphs of a device share a set that has no lock: two threads at once abort the process.
+torch_graphs = Lock()
+
+
 def capture_with_torch(index: int, mode: str) -> float:
     import torch
 
     x = torch.full((1024,), float(index), device="cuda")
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    with torch_graphs, torch.cuda.stream(stream):
         x.add_(0.0)
+        graph = torch.cuda.CUDAGraph()
         graph.capture_begin(capture_error_mode=mode)
         for _ in range(200):
             x.add_(1.0)
         graph.capture_end()
         graph.replay()
-    stream.synchronize()
+        stream.synchronize()
+        del graph
     return float(x[0].item())
 
 
@@ -89,7 +96,7 @@ def capture_all(name: str, mode: str, workers_are: str) -> dict[str, Any]:
         captured = client.map(capture, range(CAPTURES), mode=mode, priority=10, **here)
         returned = [client.submit(same, made[i % 32], i, **here) for i in range(64)]
         sent = client.map(mean, made, **there)
-        wait(captured)
+        wait(captured, timeout=200)  # a worker that died never comes back by its address
         return {
             "ended": Counter(future.status for future in captured),
             "captured": client.gather(captured),
