@@ -52,22 +52,13 @@ def test_no_capture_is_spoiled_and_all_values_are_right(mode: Any, blocking: boo
     """On two workers: values are made before, as a graph in global mode forbids to allocate."""
     options = {"device_memory_limit": 8 * MIB, "tasks_per_device": 3, "memory_limit": 0}
     with peers.cluster(2, **options) as (client, workers):
-        made = client.map(array, range(24), workers=workers[:1], pure=False)
+        here = {"workers": workers[:1], "pure": False}
+        made = client.map(array, range(24), **here)
         wait(made, timeout=60)
-        captures = client.map(
-            capture,
-            range(CAPTURES),
-            mode=int(mode),
-            blocking=blocking,
-            workers=workers[:1],
-            pure=False,
-            priority=10,
-        )
-        returned = [
-            client.submit(same, value, again, workers=workers[:1], pure=False)
-            for again in range(4)
-            for value in made[:4]
-        ]
+        graphs = {"mode": int(mode), "blocking": blocking}
+        captures = client.map(capture, range(CAPTURES), priority=10, **graphs, **here)
+        again = [(value, number) for number in range(4) for value in made[:4]]
+        returned = [client.submit(same, *each, **here) for each in again]
         sent = client.map(total, made, workers=workers[1:], pure=False)
         assert Counter(client.gather(captures)) == {"CUDA_SUCCESS": CAPTURES}
         assert client.gather(sent) == [float(index) for index in range(24)]
