@@ -69,9 +69,11 @@ async def test_other_programs_find_each_plot(client: Any, scheduler: Any) -> Non
     names = [path.removeprefix("/individual-device-") for path in paths]
     assert {"glance", "timeline", "memory", "utilization", "transfers", "failures"} <= {*names}
     whole = (await page(scheduler, "devices")).body.decode()
-    assert [name for name in names if f"#devices-{name} {{ grid-area: {name};" not in whole] == []
+    missing = [name for name in names if f"#devices-{name} {{ grid-area: {name};" not in whole]
+    assert missing == [], "no rule with their grid-area in templates/devices.html"
     _, narrow, wide = whole.split("grid-template-areas:")
-    assert [n for grid in (narrow, wide) for n in names if n not in grid.split(";")[0]] == []
+    missing = [n for grid in (narrow, wide) for n in names if n not in grid.split(";")[0]]
+    assert missing == [], "not in both of the grid-template-areas of templates/devices.html"
     guide = (ROOT / "docs" / "monitoring.md").read_text()
     assert [path for path in paths if f"`{path}`" not in guide] == [], "not in monitoring.md"
 
