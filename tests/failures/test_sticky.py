@@ -379,7 +379,8 @@ def test_a_task_that_must_not_run_twice_may_end_just_before_its_worker_leaves(
         assert apart.submit(send_messages_each, 1.5).result(timeout=30) is None
         apart.submit(str, 1).result(timeout=30)  # the next message goes much later
         with dask.annotate(rerun=False):
-            done = apart.submit(count_slowly, str(tmp_path), "done", 0.1)
+            done = apart.submit(count_slowly, str(tmp_path), "done", 0.1, key="done")
+    poll_for(lambda: any(apart.run(lambda dask_worker: "done" in dask_worker.data).values()), 30)
     with dask.annotate(device=1):
         bad = apart.submit(leave_a_bad_kernel_running, 0.1)
     error = error_in_the_end(done)

@@ -9,6 +9,7 @@ import pytest
 from cuda.bindings import driver as cuda
 
 from dask_devctx import Device
+from dask_devctx.driver.relaxed import LEGACY_STREAM, PER_THREAD_STREAM
 from dask_devctx.errors import DeviceMemoryError, DriverError
 from dask_devctx.simulated_array import SimulatedArray
 from dask_devctx.transfer import (
@@ -20,7 +21,7 @@ from dask_devctx.transfer import (
     to_host,
 )
 from dask_devctx.transfer.location import memories
-from dask_devctx.transfer.traffic import connect
+from dask_devctx.transfer.traffic import connect, copy_bytes
 from tests.python import python
 
 NOT_READY = cuda.CUresult.CUDA_ERROR_NOT_READY
@@ -104,6 +105,14 @@ def test_without_peer_access_it_still_moves(machine, x):
     machine.faults.inject("cuCtxEnablePeerAccess", status)
     assert device_of(to_device(x, 3)) is Device(3)
     assert not connect(Device(3), Device(0))
+
+
+@pytest.mark.parametrize("stream", [LEGACY_STREAM, PER_THREAD_STREAM])
+def test_the_bytes_of_a_librarys_array_go_to_another_device(x, stream):
+    with Device(1) as there:
+        y = SimulatedArray((2, 3))
+        copy_bytes(y._pointer, there, x._pointer, x.device, x.nbytes, stream)
+        assert y.get().ravel().tolist() == [0, 3, 1, 4, 2, 5]
 
 
 def test_peer_access_is_tried_again_where_memory_was_short(machine, x):

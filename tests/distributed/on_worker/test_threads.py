@@ -99,20 +99,15 @@ def pool() -> Iterator[DeviceThreadPoolExecutor]:
 
 
 def test_the_most_urgent_first(pool: DeviceThreadPoolExecutor) -> None:
-    began, go_on = threading.Event(), threading.Event()
-    order: list[object] = []
-
-    def block() -> None:
-        began.set()
-        go_on.wait(10)
+    both, order = threading.Barrier(2, timeout=10), list[object]()
 
     async def submit() -> None:
-        futures = [pool.submit_task(claim(pool), block)]
-        assert began.wait(10)
+        futures = [pool.submit_task(claim(pool), lambda: both.wait() + both.wait())]
+        both.wait()
         for name, priority in [("late", (5, 1)), ("b", (1, 2)), ("soon", (1, 1)), ("c", (1, 2))]:
             futures.append(pool.submit_task(claim(pool, *priority), order.append, name))
         pool.submit(order.append, "of no task")
-        go_on.set()
+        both.wait()
         await asyncio.wait_for(asyncio.gather(*futures), 10)
 
     asyncio.run(submit())
@@ -143,18 +138,14 @@ def test_threads_keep_to_the_cpus_that_may_be_used(
 def test_a_task_that_is_cancelled_before_it_begins_does_not_run(
     pool: DeviceThreadPoolExecutor,
 ) -> None:
-    began, go_on, ran = threading.Event(), threading.Event(), list[int]()
-
-    def block() -> None:
-        began.set()
-        go_on.wait(10)
+    both, ran = threading.Barrier(2, timeout=10), list[int]()
 
     async def submit() -> None:
-        running = pool.submit_task(claim(pool), block)
-        assert began.wait(10)
+        running = pool.submit_task(claim(pool), lambda: both.wait() + both.wait())
+        both.wait()
         cancelled, last = (pool.submit_task(claim(pool, n), ran.append, n) for n in range(2))
         cancelled.cancel()
-        go_on.set()
+        both.wait()
         await asyncio.wait_for(asyncio.gather(running, last), 10)
 
     asyncio.run(submit())
