@@ -51,7 +51,7 @@ def test_ci_names_only_tests_that_exist() -> None:
 def test_a_library_is_in_the_table_and_among_the_kinds_of_values() -> None:
     names = {path.rpartition(".")[2] for path in libraries.MODULES.values()}
     modules = {path.stem for path in (PACKAGE / "transfer/libraries").glob("[!_]*.py")}
-    assert modules == names - {"simulated_array"}
+    assert modules == names - {"simulated_array"}, "MODULES names other modules than there are"
     kinds = {name.partition(" ")[0] for name in KINDS}
     without = {"cudf", "cupyx", "rmm"}  # a stand-in tests it; among CuPy's kinds; only bytes
     assert modules - kinds == without, "tests/gpu/kinds.py has no value of a library"

@@ -159,7 +159,7 @@ def test_the_page_of_a_job_that_runs(client: Client, tmp_path: Path) -> None:
             page.set_window_size(*size)
             layout = until(lambda: page.execute_script(LAYOUT), lambda layout: layout["wide"] <= 0)
             page.save_screenshot(str(tmp_path / f"{size[0]}.png"))
-            assert len(layout["boxes"]) == 6
+            assert len(layout["boxes"]) == 6, "the number of plots and tables on the page"
             for box in layout["boxes"]:
                 assert box["left"] >= 0
                 assert box["left"] + box["width"] <= size[0]
