@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from numbers import Integral, Real
 from typing import Any, Final, Literal, NamedTuple
 
 from dask.utils import parse_bytes
@@ -172,18 +172,14 @@ def _several(given: object) -> Request:
 
 
 def _whole(given: Any) -> int | None:
-    """Return a whole number, of NumPy too; None for anything else."""
-    with suppress(TypeError):
-        return None if isinstance(given, bool) else operator.index(given)
-    return None
+    """Return a whole number, of NumPy too; None for all else with an index, as a ``Device``."""
+    return int(given) if isinstance(given, Integral) and not isinstance(given, bool) else None
 
 
 def _share(given: Any) -> float | None:
     if given is None:
         return None
-    share = math.nan
-    with suppress(TypeError, ValueError):
-        share = math.nan if isinstance(given, bool | str | bytes) else float(given)
+    share = float(given) if isinstance(given, Real) and not isinstance(given, bool) else math.nan
     if not 0 < share <= 1:
         raise _wrong(SHARE, _PART, given, is_kind=not math.isnan(share))
     return share

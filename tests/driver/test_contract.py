@@ -69,10 +69,10 @@ def nothing_current(d):
 def describes_devices(d):
     import re
 
-    wrong = d.cuDeviceGetName(64, 99), d.cuDevicePrimaryCtxRetain(99)
+    wrong = d.cuDeviceGet(99), d.cuDeviceGetName(64, 99), d.cuDevicePrimaryCtxRetain(99)
     assert {*names(*wrong)} == {"INVALID_DEVICE"}
     assert ok(d.cuDeviceGetCount()) >= 1
-    device = 0
+    device = ok(d.cuDeviceGet(0))
     assert ok(d.cuDeviceGetName(64, device)).split(b"\0")[0]
     bus_id = ok(d.cuDeviceGetPCIBusId(64, device)).split(b"\0")[0].decode()
     assert re.fullmatch(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.0", bus_id), bus_id

@@ -130,6 +130,11 @@ class SimulatedDevices:
         return self._visible[int(device)][0]
 
     @function(1)
+    def cuDeviceGet(self, ordinal: int) -> Any:
+        self._gpu(ordinal)
+        return types.CUdevice(ordinal)
+
+    @function(1)
     def cuDeviceGetUuid(self, device: Any) -> Any:
         self._gpu(device)
         raw = uuid.UUID(self._visible[int(device)][1].partition("-")[2]).bytes
@@ -149,11 +154,8 @@ class SimulatedDevices:
 
     @function(1)
     def cuDeviceGetAttribute(self, attribute: Any, device: Any) -> Any:
-        kind = types.CUdevice_attribute
-        which = [
-            kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
-            kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
-        ]
+        name = "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_"
+        which = [getattr(types.CUdevice_attribute, name + part) for part in ("MAJOR", "MINOR")]
         if attribute not in which:
             raise AttributeError(f"the simulated driver has no {attribute}")
         return self._gpu(device).compute_capability[which.index(attribute)]

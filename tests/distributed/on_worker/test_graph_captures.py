@@ -57,8 +57,7 @@ def test_no_capture_is_spoiled_and_all_values_are_right(mode: Any, blocking: boo
         wait(made, timeout=60)
         graphs = {"mode": int(mode), "blocking": blocking}
         captures = client.map(capture, range(CAPTURES), priority=10, **graphs, **here)
-        again = [(value, number) for number in range(4) for value in made[:4]]
-        returned = [client.submit(same, *each, **here) for each in again]
+        returned = [client.submit(same, one, n, **here) for n in range(4) for one in made[:4]]
         sent = client.map(total, made, workers=workers[1:], pure=False)
         assert Counter(client.gather(captures)) == {"CUDA_SUCCESS": CAPTURES}
         assert client.gather(sent) == [float(index) for index in range(24)]
