@@ -49,6 +49,11 @@ def claim_of(
     return claim
 
 
+def submit_on(client: Client, device: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+    with dask.annotate(device=device):
+        return client.submit(function, *args, **kwargs)
+
+
 def here(*_: object) -> int | None:
     device = Device.current()
     return None if device is None else device.device_id

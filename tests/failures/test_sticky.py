@@ -20,7 +20,7 @@ from distributed.utils_test import async_poll_for, poll_for
 
 from dask_devctx import Device, DeviceFailedError, DeviceNotFoundError, DevicePlugin, report
 from dask_devctx.cuda.scope import open_scopes
-from tests.distributed.devices import started
+from tests.distributed.devices import started, submit_on
 from tests.failures.conftest import failures, leave_a_bad_kernel_running, poison, where_slowly
 
 
@@ -121,8 +121,7 @@ def test_an_actor_whose_method_breaks_the_device_is_named(apart: Client, method:
     before = worker_pid(apart)
     done = apart.map(where_slowly, range(10))
     wait(done)
-    with dask.annotate(device=1):
-        future = apart.submit(Model, actor=True)
+    future = submit_on(apart, 1, Model, actor=True)
     actor = future.result(timeout=30)
     assert actor.well().result(timeout=30) == 1
     with pytest.raises(DeviceFailedError) as caught:
@@ -135,12 +134,10 @@ def test_an_actor_whose_method_breaks_the_device_is_named(apart: Client, method:
 def test_a_method_beside_a_task_that_breaks_the_device_is_not_run_again(
     apart: Client, tmp_path: Path
 ) -> None:
-    with dask.annotate(device=1):
-        actor = apart.submit(Model, actor=True).result(timeout=30)
+    actor = submit_on(apart, 1, Model, actor=True).result(timeout=30)
     under_way = actor.count(str(tmp_path), 1.0)
     poll_for(lambda: any(tmp_path.iterdir()), timeout=30)
-    with dask.annotate(device=0):
-        bad = apart.submit(write_to_an_illegal_address)
+    bad = submit_on(apart, 0, write_to_an_illegal_address)
     with pytest.raises(DeviceFailedError) as caught:
         under_way.result(timeout=30)
     assert suspected(caught.value) == {actor.key, bad.key}
@@ -156,8 +153,7 @@ def test_the_traceback_is_that_of_the_task(apart: Client) -> None:
     assert isinstance(bad.exception(timeout=30), DeviceFailedError)
     names = [frame.name for frame in traceback.extract_tb(bad.traceback())]
     assert names[0] == "write_to_an_illegal_address"
-    with dask.annotate(device=99):
-        refused = apart.submit(where_slowly, 1)
+    refused = submit_on(apart, 99, where_slowly, 1)
     assert isinstance(refused.exception(timeout=30), DeviceNotFoundError)
     assert not traceback.extract_tb(refused.traceback()), "no code of the task is part of it"
 
@@ -350,8 +346,7 @@ def test_a_task_that_must_not_run_twice_errs_and_names_all_suspects(
         done = apart.submit(count_slowly, str(tmp_path), "done", 0.0)
         wait(done, timeout=30)
         running = apart.submit(count_slowly, str(tmp_path), "running", 1.5)
-    with dask.annotate(device=0):
-        bad = apart.submit(leave_a_bad_kernel_running, 0.5)
+    bad = submit_on(apart, 0, leave_a_bad_kernel_running, 0.5)
     for future in (running, done):
         error = error_in_the_end(future)
         assert suspected(error) == {running.key, bad.key}
@@ -381,8 +376,7 @@ def test_a_task_that_must_not_run_twice_may_end_just_before_its_worker_leaves(
         with dask.annotate(rerun=False):
             done = apart.submit(count_slowly, str(tmp_path), "done", 0.1, key="done")
     poll_for(lambda: any(apart.run(lambda dask_worker: "done" in dask_worker.data).values()), 30)
-    with dask.annotate(device=1):
-        bad = apart.submit(leave_a_bad_kernel_running, 0.1)
+    bad = submit_on(apart, 1, leave_a_bad_kernel_running, 0.1)
     error = error_in_the_end(done)
     assert "its result was lost, and it says rerun=False" in str(error)
     assert error_in_the_end(bad).suspects[0].startswith(bad.key)
@@ -396,10 +390,8 @@ def test_tasks_that_cannot_be_told_apart_err_after_their_last_run(
 ) -> None:
     """Both secede, so that nobody waits for them, and both run whenever the device fails."""
     flags = [str(tmp_path / name) for name in ("first", "second")]
-    with dask.annotate(device=0):
-        bad = apart.submit(secede_and_break, *flags)
-    with dask.annotate(device=1):
-        beside = apart.submit(secede_and_break, *reversed(flags), False)
+    bad = submit_on(apart, 0, secede_and_break, *flags)
+    beside = submit_on(apart, 1, secede_and_break, *reversed(flags), False)
     for future in (bad, beside):
         error = error_in_the_end(future, 100)
         assert suspected(error) == {bad.key, beside.key}

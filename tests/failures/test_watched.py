@@ -17,7 +17,7 @@ from distributed.utils_test import async_poll_for, poll_for
 from dask_devctx import Device, DevicePlugin, driver
 from dask_devctx.annotations import WATCHED
 from dask_devctx.worker.failures.guard import Guard
-from tests.distributed.devices import on_cluster, with_plugin
+from tests.distributed.devices import on_cluster, submit_on, with_plugin
 from tests.failures.conftest import failures, leave_a_bad_kernel_running
 from tests.failures.test_sticky import check_found, write_to_an_illegal_address
 
@@ -29,8 +29,7 @@ watched = {WATCHED: [1, 3]}
 def test_work_that_was_left_running_before_a_watched_task_is_not_its_fault(
     apart: Client, left_on: int
 ) -> None:
-    with dask.annotate(device=left_on):
-        bad = apart.submit(leave_a_bad_kernel_running, 0.3)
+    bad = submit_on(apart, left_on, leave_a_bad_kernel_running, 0.3)
     bad.result(timeout=30)
     with dask.annotate(device=0, **watched):
         innocent = apart.submit(str, 1)
@@ -101,14 +100,12 @@ async def test_a_watched_task_waits_for_the_running_ones_and_others_for_it(
 ) -> None:
     steps.clear()
     calls = worker.plugins["devctx"].extension.monitor.calls
-    with dask.annotate(device=0):
-        first = client.submit(running, "first")
+    first = submit_on(client, 0, running, "first")
     await async_poll_for(lambda: steps, timeout=10)
     with dask.annotate(device=1, **watched):
         alone = client.submit(stay, "alone")
     await async_poll_for(lambda: calls.turns, timeout=10)
-    with dask.annotate(device=2):
-        later = client.submit(running, "later")
+    later = submit_on(client, 2, running, "later")
     await client.gather([first, alone, later])
     each = ("first", "alone", "later")
     assert steps == [f"{name} {what}" for name in each for what in ("begins", "ends")]
@@ -161,8 +158,7 @@ async def test_nobody_waits_for_a_watched_task_that_was_cancelled_before_its_tur
     _go_on.clear()
     calls = worker.plugins["devctx"].extension.monitor.calls
     try:
-        with dask.annotate(device=0):
-            long = client.submit(wait_to_go_on)
+        long = submit_on(client, 0, wait_to_go_on)
         await async_poll_for(lambda: worker.state.executing_count, timeout=10)
         with dask.annotate(device=1, **watched):
             cancelled = client.submit(function, 2, key="cancelled")

@@ -21,7 +21,7 @@ from dask_devctx.client.live import moment
 from dask_devctx.errors import nbytes_text
 from dask_devctx.simulated_array import SimulatedArray
 from tests.distributed.commands import dask_command
-from tests.distributed.devices import nap, started
+from tests.distributed.devices import nap, started, submit_on
 
 
 def run(*arguments: str) -> Result:
@@ -87,8 +87,7 @@ def test_values_on_the_host_are_shown() -> None:
 
 
 def test_the_largest_come_first(client: Client) -> None:
-    with dask.annotate(device=2):
-        value = client.submit(SimulatedArray, (50 << 20,), "u1")
+    value = submit_on(client, 2, SimulatedArray, (50 << 20,), "u1")
     wait(value)
 
     def order(*sort: str) -> list[str]:
@@ -100,10 +99,8 @@ def test_the_largest_come_first(client: Client) -> None:
 
 
 def test_bytes_that_moved_between_workers_are_counted_by_transport(client: Client) -> None:
-    with dask.annotate(device=0):
-        value = client.submit(SimulatedArray, (1 << 20,), "u1")
-    with dask.annotate(device=2):
-        client.submit(type, value).result()
+    value = submit_on(client, 0, SimulatedArray, (1 << 20,), "u1")
+    submit_on(client, 2, type, value).result()
     poll_for(lambda: [*moment(client).moved.values()] == [1 << 20], timeout=20)
 
 

@@ -26,7 +26,7 @@ from dask_devctx import (
     timeline,
 )
 from dask_devctx.client.report import Report, ReportedDevice
-from tests.distributed.devices import fail, started
+from tests.distributed.devices import fail, started, submit_on
 
 
 @pytest.fixture
@@ -51,8 +51,7 @@ def run_some(client: Client) -> dict[str, int]:
             futures = client.map(nap, [0.01 + n / 10000 + ordinal / 1000000 for n in range(6)])
         ran.update(dict.fromkeys([future.key for future in futures], ordinal))
         assert client.gather(futures) == [ordinal] * 6
-    with dask.annotate(device=3):
-        error = client.submit(fail, key="fail-1").exception()
+    error = submit_on(client, 3, fail, key="fail-1").exception()
     assert isinstance(error, ZeroDivisionError)
     assert error.__notes__[0].startswith("'fail-1' ran on cuda:3 of inproc://")
     return ran
@@ -164,10 +163,8 @@ def test_tasks_without_a_device_are_counted(client: Client) -> None:
 
 
 def test_the_rate_of_copies_within_a_worker(client: Client, tmp_path: Path) -> None:
-    with dask.annotate(device=2):
-        made = client.submit(SimulatedArray, (2048, 1024), key="made")
-    with dask.annotate(device=0):
-        client.submit(lambda x: x.device.device_id, made).result()
+    made = submit_on(client, 2, SimulatedArray, (2048, 1024), key="made")
+    submit_on(client, 0, lambda x: x.device.device_id, made).result()
     found = report(client)
     (row,) = [row for row in found.transfers if row.transport == "peer"]
     assert row.nbytes == row.measured_nbytes == 16 << 20
@@ -227,8 +224,7 @@ def test_a_cluster_without_workers_has_nothing_to_report() -> None:
 
 def test_refused_tasks_are_counted(client: Client, cluster: LocalDeviceCluster) -> None:
     for n in range(3):
-        with dask.annotate(device=9):
-            future = client.submit(nap, n, key=f"nap-{n}")
+        future = submit_on(client, 9, nap, n, key=f"nap-{n}")
         assert isinstance(future.exception(), DeviceNotFoundError)
     with dask.annotate(device=1.5):
         assert isinstance(client.submit(fail, key="fail-1").exception(), TypeError)

@@ -25,7 +25,7 @@ from dask_devctx.driver.relaxed import PER_THREAD_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DevctxError
 from dask_devctx.transfer import events
-from tests.distributed.devices import on_cluster, started, work_is_pending
+from tests.distributed.devices import on_cluster, started, submit_on, work_is_pending
 
 da = pytest.importorskip("dask.array")
 
@@ -80,9 +80,8 @@ async def test_one_copy_is_shared_and_goes_with_its_key(
     client: Client, worker: Worker, machine: SimulatedMachine
 ) -> None:
     """Many ask for it while it is made."""
-    with dask.annotate(device=0):
-        x = client.submit(make, pure=False)
-        await x
+    x = submit_on(client, 0, make, pure=False)
+    await x
     machine.faults.inject("cuMemAlloc", None, when=lambda nbytes: time.sleep(0.2))
     with dask.annotate(device=3):
         tasks = [client.submit(where, x, pure=False) for _ in range(20)]
@@ -99,9 +98,8 @@ async def test_one_copy_is_shared_and_goes_with_its_key(
 @one_worker()
 async def test_inputs_move_while_the_task_waits(client: Client, worker: Worker) -> None:
     """A device that is busy is sent the input of a task in its queue before that task starts."""
-    with dask.annotate(device=0):
-        x = client.submit(make, pure=False)
-        await x
+    x = submit_on(client, 0, make, pure=False)
+    await x
     with dask.annotate(device=1):
         busy = client.submit(time.sleep, 1.0, pure=False)
         await async_poll_for(lambda: worker.state.executing_count != 0, timeout=10)
@@ -116,8 +114,7 @@ async def test_inputs_move_while_the_task_waits(client: Client, worker: Worker) 
 
 @one_worker(move_inputs=False)
 async def test_inputs_stay_where_they_are(client: Client, worker: Worker) -> None:
-    with dask.annotate(device=0):
-        x = client.submit(make, pure=False)
+    x = submit_on(client, 0, make, pure=False)
     with dask.annotate(device=1):
         assert await client.submit(lambda array: array.device.device_id, x) == 0
         with pytest.raises(DevctxError, match="cannot be used on cuda:1"):
@@ -139,9 +136,8 @@ async def test_a_cancelled_task_that_runs_late_leaves_no_copy(
 ) -> None:
     """What it brings stands for a key that is gone, and is not taken for what comes after."""
     begun, go_on = threading.Event(), threading.Event()
-    with dask.annotate(device=0):
-        x = client.submit(make, 1.0, key="x")
-        await x
+    x = submit_on(client, 0, make, 1.0, key="x")
+    await x
     machine.faults.inject("cuMemAlloc", None, when=lambda nbytes: begun.set() or not go_on.wait(10))
     with dask.annotate(device=1):
         late = client.submit(where, x, key="late")
@@ -153,8 +149,7 @@ async def test_a_cancelled_task_that_runs_late_leaves_no_copy(
     await until(lambda: "late" not in worker.state.tasks)
     assert traffic(worker) == {(0, 1): (1, 0, 800)}
     assert copied_to(worker, 1) == 0
-    with dask.annotate(device=0):
-        x = client.submit(make, 2.0, key="x")
+    x = submit_on(client, 0, make, 2.0, key="x")
     with dask.annotate(device=1):
         assert await client.submit(lambda array: float(array.sum()), x, pure=False) == 200.0
 
@@ -289,12 +284,10 @@ async def test_a_copy_outlives_the_kernels_of_a_task(
     machine: SimulatedMachine,
     launch: Callable[[SimulatedArray], Any],
 ) -> None:
-    with dask.annotate(device=0):
-        x = client.submit(make, pure=False)
-        await x
+    x = submit_on(client, 0, make, pure=False)
+    await x
     pending = work_is_pending(machine)
-    with dask.annotate(device=1):
-        task = client.submit(launch, x, pure=False)
+    task = submit_on(client, 1, launch, x, pure=False)
     await wait([task])
     assert str(await (task.exception() if task.status == "error" else task)) == "1"
     task.release()
@@ -321,12 +314,10 @@ async def test_what_is_read_when_the_plugin_goes_is_let_go_after_that(
 ) -> None:
     """By a task that is done, or by one that runs on."""
     await client.register_plugin(DevicePlugin())
-    with dask.annotate(device=0):
-        x = client.submit(make, pure=False)
-        await x
+    x = submit_on(client, 0, make, pure=False)
+    await x
     pending = work_is_pending(machine)
-    with dask.annotate(device=1):
-        task = client.submit(device_at_the_gate, x, gate)
+    task = submit_on(client, 1, device_at_the_gate, x, gate)
     await (until(_gates[f"{gate}, started"].is_set) if gate else task)
     await client.unregister_worker_plugin("devctx")
     _gates[gate].set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
 import time
@@ -13,7 +14,7 @@ from typing import Any
 import dask
 import numpy as np
 import pytest
-from distributed import get_worker, secede
+from distributed import get_worker, secede, wait
 from distributed.utils_test import async_poll_for
 
 from dask_devctx import DevctxError, Device, DevicePlugin, SimulatedArray, device_of, task_devices
@@ -151,6 +152,19 @@ async def test_wrong(client: Any) -> None:
         with pytest.raises(error, match=message):
             await future
     assert len(await client.submit(mine, key="after")) == 1
+
+
+@with_plugin()
+async def test_a_refused_task_lets_its_inputs_go(client: Any, machine: Any) -> None:
+    gc.disable()
+    try:
+        given = client.submit(array_on, 1)
+        with dask.annotate(devices=9):
+            await wait(client.submit(mine, given))
+        del given
+        await async_poll_for(lambda: not any(g.used_memory for g in machine.gpus), timeout=10)
+    finally:
+        gc.enable()
 
 
 @with_plugin()
