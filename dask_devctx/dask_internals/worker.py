@@ -242,14 +242,14 @@ _MESSAGE_NBYTES = 50_000_000
 
 
 @contextmanager
-def larger_messages(worker: Worker, nbytes: int) -> Iterator[None]:
+def messages_of(worker: Worker, nbytes: int) -> Iterator[None]:
     """While it is open, a worker asks another one for up to so many bytes of values at once.
 
     A limit that the user configured does not change.
     """
     before = worker.state.transfer_message_bytes_limit
     if before == _MESSAGE_NBYTES:
-        worker.state.transfer_message_bytes_limit = max(nbytes, before)
+        worker.state.transfer_message_bytes_limit = nbytes
     try:
         yield
     finally:

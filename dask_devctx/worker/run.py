@@ -38,9 +38,8 @@ class Refused(TaskStandIn):
         self.task = task
         self.error = error
 
-    def __call__(self, data: Any = ()) -> Any:
-        if data:
-            data.clear()  # dask keeps an error's frames, and what they hold, until a collection
+    def __call__(self, data: Any) -> Any:
+        data.clear()  # dask keeps an error's frames, and what they hold, until a collection
         with begins_with_the_task:
             raise self.error
 

@@ -20,7 +20,7 @@ from dask_devctx.dask_internals.connections import (
     asking_by,
     tasks_fail_with_unread_inputs,
 )
-from dask_devctx.dask_internals.worker import larger_messages, told_after, wrapped_handler
+from dask_devctx.dask_internals.worker import messages_of, told_after, wrapped_handler
 from dask_devctx.worker.peers import receive, send
 from dask_devctx.worker.peers.transfers import CLOSE, PeerTransfers
 
@@ -45,7 +45,7 @@ def exchanging(transfers: PeerTransfers) -> Iterator[None]:
             most = min(staging.limit for staging in stagings) // _AT_A_TIME
             steps.enter_context(answering(worker, {CLOSE: transfers.close_buffers}))
             steps.enter_context(told_after(worker, "remove-worker", transfers.forget))
-            steps.enter_context(larger_messages(worker, min(_MESSAGE_NBYTES, most)))
+            steps.enter_context(messages_of(worker, min(_MESSAGE_NBYTES, most)))
         steps.enter_context(tasks_fail_with_unread_inputs(worker))
         steps.enter_context(asking_by(worker, partial(receive.ask, transfers)))
         if transfers.devices:

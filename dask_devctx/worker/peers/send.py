@@ -212,8 +212,7 @@ async def _staged(
         parcels.update(_packed(values, device, stamps))
         parts = [part for parcel in parcels.values() for part in parcel.parts]
         gathered = any(parcel.gathered for parcel in parcels.values())
-        here = len(total) == 1
-        made = Sending(parts, staging, stamps, gathered=gathered, on_one_device=here)
+        made = Sending(parts, staging, stamps, gathered=gathered, on_one_device=len(total) == 1)
         # In one go: each change of threads takes time.
         return copy(made) if parcels and not quick else made
 
@@ -232,10 +231,12 @@ async def _staged(
         await local.run(copy, sending)
     until = time.monotonic() + _ROOM_TIMEOUT_S
     while sending.place is None:
-        if not staging.taken or time.monotonic() > until:
-            raise _NotStagedError(_NO_ROOM)
+        last = not staging.taken or time.monotonic() > until
         await asyncio.sleep(_ROOM_LOOK_S)
+        await local.give_back([staging])  # unused blocks that are too small may fill the limit
         await local.run(copy, sending)
+        if last and sending.place is None:
+            raise _NotStagedError(_NO_ROOM)
     return sending, parcels
 
 

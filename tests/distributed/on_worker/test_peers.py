@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -399,6 +400,13 @@ def is_right(arrays: Any) -> bool:
     expected = np.arange(1_000_000.0)
     found = [array.get() for array in arrays]
     return bool((found[0] == expected).all() and (found[1] == expected[::-1]).all())
+
+
+def test_unused_staging_memory_makes_room_for_a_larger_value() -> None:
+    with peers.configured(ipc_staging=2.0**23), peers.cluster(2) as (client, workers):
+        for n in (200_000, 900_000):  # both need more than the limit
+            assert peers.send(client, partial(peers.array, n), peers.last, workers) == ARRIVED
+        assert set(peers.ways(client)) == {"ipc"}
 
 
 def test_what_is_larger_than_the_staging_memory_passes_alone(monkeypatch: Any) -> None:
