@@ -243,10 +243,7 @@ _MESSAGE_NBYTES = 50_000_000
 
 @contextmanager
 def messages_of(worker: Worker, nbytes: int) -> Iterator[None]:
-    """While it is open, a worker asks another one for up to so many bytes of values at once.
-
-    A limit that the user configured does not change.
-    """
+    """While it is open, a worker asks for so many bytes at once, unless the user set a limit."""
     before = worker.state.transfer_message_bytes_limit
     if before == _MESSAGE_NBYTES:
         worker.state.transfer_message_bytes_limit = nbytes

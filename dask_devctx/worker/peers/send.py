@@ -232,8 +232,9 @@ async def _staged(
     until = time.monotonic() + _ROOM_TIMEOUT_S
     while sending.place is None:
         last = not staging.taken or time.monotonic() > until
+        if staging.taken + sending.nbytes <= staging.limit:
+            await local.give_back([staging])  # the room is in unused blocks that are too small
         await asyncio.sleep(_ROOM_LOOK_S)
-        await local.give_back([staging])  # unused blocks that are too small may fill the limit
         await local.run(copy, sending)
         if last and sending.place is None:
             raise _NotStagedError(_NO_ROOM)
