@@ -46,9 +46,8 @@ class LocalDeviceCluster(internals.WatchedCluster):
     {options}
     threads_per_worker
         The number of tasks that dask gives a worker at a time; of those without a device, at most
-        ``cpu_threads`` run at a time. By default, it is 8 for each task that the worker's devices
-        run at a time, so that a queue for one device does not keep another device waiting. With a
-        smaller number, the worker holds fewer results at a time.
+        ``cpu_threads`` run. By default 8 for each task that the worker's devices run at a time, so
+        that a queue for one device keeps no other waiting. With fewer, it holds fewer results.
     **kwargs
         Further arguments of ``LocalCluster`` and of its workers, and dask-cuda's ``rmm_…``: see
         "Move from dask-cuda" in the documentation.

@@ -127,12 +127,13 @@ def occupy(machine: SimulatedMachine, *free: int) -> None:
 def test_a_device_that_the_user_named_is_kept(client: Client, machine: SimulatedMachine) -> None:
     occupy(machine, 2**20, 2**30, 2**30, 2**30)
     with dask.annotate(device=0):
-        future = client.submit(allocate, 2**21)
+        future = client.submit(allocate, 2**21, key=("finalize-sum", 0))
         error = future.exception(timeout=20)
     assert isinstance(error, DeviceOutOfMemoryError)
     assert isinstance(error.__cause__, MemoryError)
     assert (error.device, error.free_nbytes, error.total_nbytes) == ("cuda:0", 2**20, 16 * GIB)
     assert error.attempts == 2
+    assert "on the host" in error.__notes__[0]
     ((_pid, nbytes),) = error.holders
     assert nbytes == 16 * GIB - 2**20
     assert client.submit(allocate, 2**10).result() in range(4)  # the worker is well

@@ -9,7 +9,9 @@ import os
 import threading
 from collections import Counter
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+from dask.utils import key_split
 
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
@@ -24,12 +26,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_NOTES: Final = {
+    "": "A method of an actor is not tried again: it may have changed the actor's state",
+    "finalize": "x.map_blocks(lambda block: block.get()).compute() joins an array on the host",
+    "rechunk": "x.rechunk(..., block_size_limit=1) joins no blocks on the way",
+}
+
 
 class Retries:
     """Makes room for the calls of one worker that ran out of a device's memory."""
 
     peers: PeerTransfers
-    store: Store | None = None  # without devices
+    store: Store  # where there are devices
 
     def __init__(self, most: int, history: History) -> None:
         self.counted: Counter[Device] = Counter()
@@ -61,26 +69,22 @@ class Retries:
             *_memory_info(device),
             discovery.processes(device._backend, device.info),
             call.attempts,
-            *((None, {}) if self.store is None else self.store.spill.stock(error, device)),
+            *self.store.spill.stock(error, device),
             os.getpid(),
         )
         failure.__cause__, failure.__traceback__ = error, error.__traceback__
-        if not call.is_task:
-            failure.add_note(
-                "A method of an actor is not tried again: it may have changed the actor's state"
-            )
+        if note := _NOTES.get(key_split(call.key).partition("-")[0] if call.is_task else ""):
+            failure.add_note(note)
         return failure
 
     def clear(self, device: Device) -> None:
         """Free all that is not in use on a device that a task has for itself."""
-        if self.store is not None:
-            self.store.spill.wait_for_all(device)
+        self.store.spill.wait_for_all(device)
         self._free(device)
 
     def _free(self, device: Device) -> None:
         """Free all memory of a device that is not in use."""
-        if self.store is not None:
-            self.store.spill.clear(device)
+        self.store.spill.clear(device)
         self.peers.free_staging(device)
         with suppress(DevctxError), device:
             gc.unfreeze()  # frozen objects may hold memory, too

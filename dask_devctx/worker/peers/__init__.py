@@ -28,8 +28,7 @@ _LOOK_EVERY_MS: Final = 5_000
 # dask asks a worker for 50 MB at a time, and has one such question under way to each worker. A
 # question takes milliseconds; between devices, 50 MB take a fifth of one.
 _MESSAGE_NBYTES: Final = 10**9
-# So many of them have room at a time.
-_AT_A_TIME: Final = 4
+_AT_A_TIME: Final = 4  # so many of them have room
 
 
 @contextmanager
