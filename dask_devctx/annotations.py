@@ -172,7 +172,7 @@ def _several(given: object) -> Request:
 
 
 def _whole(given: Any) -> int | None:
-    """Return a whole number, of NumPy too; None for all else with an index, as a ``Device``."""
+    """Return a whole number, of NumPy too; else None, also for a ``Device``, which has an index."""
     return int(given) if isinstance(given, Integral) and not isinstance(given, bool) else None
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NOTES: Final = {
+_REMEDIES: Final = {  # by the first word of a task's key; "" for a method of an actor
     "": "A method of an actor is not tried again: it may have changed the actor's state",
     "finalize": "x.map_blocks(lambda block: block.get()).compute() joins an array on the host",
     "rechunk": "x.rechunk(..., block_size_limit=1) joins no blocks on the way",
@@ -73,7 +73,7 @@ class Retries:
             os.getpid(),
         )
         failure.__cause__, failure.__traceback__ = error, error.__traceback__
-        if note := _NOTES.get(key_split(call.key).partition("-")[0] if call.is_task else ""):
+        if note := _REMEDIES.get(key_split(call.key).partition("-")[0] if call.is_task else ""):
             failure.add_note(note)
         return failure
 
