@@ -139,9 +139,8 @@ async def test_a_cancelled_task_that_runs_late_leaves_no_copy(
     x = submit_on(client, 0, make, 1.0, key="x")
     await x
     machine.faults.inject("cuMemAlloc", None, when=lambda nbytes: begun.set() or not go_on.wait(10))
-    with dask.annotate(device=1):
-        late = client.submit(where, x, key="late")
-        await until(begun.is_set)  # it brings its input
+    late = submit_on(client, 1, where, x, key="late")
+    await until(begun.is_set)  # it brings its input
     await late.cancel()
     x.release()
     await until(lambda: "x" not in worker.data)

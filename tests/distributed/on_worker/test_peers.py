@@ -404,7 +404,7 @@ def is_right(arrays: Any) -> bool:
 
 def test_unused_staging_memory_makes_room_for_a_larger_value() -> None:
     with peers.configured(ipc_staging=2.0**23), peers.cluster(2) as (client, workers):
-        for n in (200_000, 900_000):  # both need more than the limit
+        for n in (200_000, 900_000):  # their blocks do not fit beside each other
             assert peers.send(client, partial(peers.array, n), peers.last, workers) == ARRIVED
         assert set(peers.ways(client)) == {"ipc"}
 

@@ -139,6 +139,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"rerun": "no"}, TypeError, "'rerun' is True or False"),
     ({"devices": 2, "executor": "default"}, DevctxError, "leave out the annotation 'executor'"),
     ({"devices": lambda key: 1 / 0}, ZeroDivisionError, "division"),
+    ({"device_share": lambda key: "x"}, TypeError, "got 'x'"),
     ({"device_share": lambda key: Device(1)}, TypeError, "of type Device"),
     ({"devices": lambda key: Device(3)}, TypeError, "device=<Device cuda:3"),
 ]
