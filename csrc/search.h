@@ -1,4 +1,4 @@
-/* The search through a value of a few objects: the same as in dask_devctx/transfer/walk.py. */
+/* The search through a value of a few objects: it finds what the one in transfer/walk.py finds. */
 
 #ifndef DASK_DEVCTX_SEARCH_H
 #define DASK_DEVCTX_SEARCH_H

@@ -14,7 +14,6 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import Any, ClassVar, Final
@@ -256,21 +255,5 @@ def leaves(root: Any, at_most: int | None = None) -> Iterable[Any]:
 
 def few(root: Any, at_most: int = _FEW) -> list[Any] | None:
     """Return the leaves in a value, each once; None if it is not one of a few objects. Fast."""
-    if few_in_c is not None:  # csrc/search.h does the same
-        return few_in_c(root, _found, LEAF, at_most)
-    todo, found, seen = [root], [], {id(root)}  # the first keeps the values of the ids
-    with suppress(Exception):  # of a part of it; the walk meets it again, and knows what to do
-        for value in todo:
-            parts = find(type(value))
-            if parts is LEAF:
-                found.append(value)
-            elif parts is not None:
-                several = parts(value)
-                if len(todo) + len(several) > at_most:
-                    return None
-                for part in several:
-                    if find(type(part)) is not None and id(part) not in seen:
-                        seen.add(id(part))
-                        todo.append(part)
-        return found
-    return None
+    # In C alone, see csrc/search.h: a walk finds the same.
+    return None if few_in_c is None else few_in_c(root, _found, LEAF, at_most)

@@ -129,7 +129,7 @@ def test_each_leaf_counts_once_among_few_objects_and_many(
     value = {"x": x, "again": [x, (y, x)], "beside": [*beside]}
     value["itself"] = value
     assert sorted(map(id, walk.leaves(value))) == sorted([id(x), id(y)])
-    assert (walk.few(value) is None) == (len(beside) > 1)
+    assert (walk.few(value) is None) == (not in_c or len(beside) > 1)
     broken = type("Broken", (), {})
     monkeypatch.setitem(walk._registered, broken, lambda whole: 1 / 0)
     assert walk.few([x, broken()]) is None, "what cannot be read is left to the walk"
