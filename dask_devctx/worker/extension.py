@@ -27,7 +27,6 @@ from dask_devctx.worker.allocators import allocating
 from dask_devctx.worker.comms import landing_on
 from dask_devctx.worker.execute import Runs
 from dask_devctx.worker.failures.monitor import Monitor
-from dask_devctx.worker.failures.oom_retries import Retries
 from dask_devctx.worker.metrics.history import History
 from dask_devctx.worker.metrics.prometheus import exposed
 from dask_devctx.worker.metrics.record import Record
@@ -81,12 +80,7 @@ class DeviceExtension:
             steps.enter_context(answering(worker, {HISTORY: self.history.answer}, to_the_end=True))
             self.record = Record(self.admission, self.history, self._counts)
             steps.enter_context(metric(worker, METRIC, self.record.metrics))
-            self.monitor = Monitor(
-                worker,
-                used,
-                Retries(options.oom_retries, self.history),
-                synchronize=options.synchronize,
-            )
+            self.monitor = Monitor(worker, used, options, self.history)
             steps.callback(self.monitor.close)
             traffic = self.traffic = TrafficCounts()
             traffic.on_copy, self.history.refresh = self.history.copied, traffic.measure

@@ -9,6 +9,7 @@ from typing import Final
 from distributed import Reschedule, Worker
 from tornado.ioloop import PeriodicCallback
 
+from dask_devctx.config.options import Options
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver import statuses
@@ -17,6 +18,7 @@ from dask_devctx.scheduler.messages import Failure
 from dask_devctx.worker.failures.calls import Call, Calls
 from dask_devctx.worker.failures.oom_retries import Retries
 from dask_devctx.worker.failures.shutdown import begin_the_end
+from dask_devctx.worker.metrics.history import History
 
 _LOOK_INTERVAL_MS: Final = 1000
 
@@ -33,16 +35,11 @@ class Monitor:
     """
 
     def __init__(
-        self,
-        worker: Worker,
-        devices: Sequence[Device],
-        retries: Retries,
-        *,
-        synchronize: bool,
+        self, worker: Worker, devices: Sequence[Device], options: Options, history: History
     ) -> None:
         self.failure: Failure | None = None
-        self.retries = retries
-        self.synchronize = synchronize
+        self.retries = Retries(options.oom_retries, history)
+        self.synchronize = options.synchronize
         self.calls = Calls()
         self._devices = tuple(devices)
         self.worker = worker

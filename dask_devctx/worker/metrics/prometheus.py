@@ -65,8 +65,15 @@ def exposed(record: Record, transfers: _Transfers) -> Iterator[None]:
 class _Collector:
     def collect(self) -> Iterator[Any]:
         """Yield the families, with sums over the workers of this process; Prometheus asks."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
         # The registry asks first while there is no worker, and learns their names.
-        families, sums = _families(), Counter[tuple[str, tuple[str, ...]]]()
+        families = {
+            name: kind(f"{PREFIX}_{name}", text, labels=labels)
+            for kind, some in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES))
+            for name, (text, labels) in some.items()
+        }
+        sums = Counter[tuple[str, tuple[str, ...]]]()
         for source in _sources:
             for name, labels, value in _values(*source):
                 # Facts of the whole device are not summed.
@@ -80,16 +87,6 @@ class _Collector:
 
 
 _collector: Any = _Collector()
-
-
-def _families() -> dict[str, Any]:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-    return {
-        name: kind(f"{PREFIX}_{name}", text, labels=labels)
-        for kind, families in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES))
-        for name, (text, labels) in families.items()
-    }
 
 
 def _values(record: Record, transfers: _Transfers) -> Iterator[tuple[str, tuple[str, ...], Any]]:
