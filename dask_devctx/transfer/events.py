@@ -43,7 +43,7 @@ def current_streams(device: Device) -> tuple[int, ...]:
     if device._backend.simulated:
         return (LEGACY_STREAM,)
     number = device.device_id
-    asked = {cupy_stream(number), torch_stream(number), numba_stream()} - {0}
+    asked = {ask(number) for name, ask in _STREAMS.items() if name in sys.modules} - {0}
     return tuple(asked) or (LEGACY_STREAM,)
 
 
@@ -56,20 +56,22 @@ def cupy_stream(ordinal: int) -> int:
 
 def torch_stream(ordinal: int) -> int:
     """Return torch's current stream of a device; 0 if torch does not use CUDA yet."""
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    initialised = getattr(cuda, "is_initialized", None)
-    if cuda is None or initialised is None or not initialised():
+    torch: Any = sys.modules.get("torch")
+    initialised = getattr(getattr(torch, "cuda", None), "is_initialized", None)
+    if initialised is None or not initialised():
         return 0
-    return cuda.current_stream(ordinal).cuda_stream or LEGACY_STREAM
+    # As torch's own compiled code asks: `torch.cuda.current_stream` makes objects.
+    return torch._C._cuda_getCurrentRawStream(ordinal) or LEGACY_STREAM
 
 
-def numba_stream() -> int:
-    """Return the stream of Numba's launches that name none; 0 if Numba is not loaded."""
-    if "numba.cuda" not in sys.modules:
-        return 0
+def numba_stream(ordinal: int = 0) -> int:
+    """Return the stream of Numba's launches that name none."""
     config = getattr(sys.modules.get("numba"), "config", None)
     per_thread = getattr(config, "CUDA_PER_THREAD_DEFAULT_STREAM", 0)
     return PER_THREAD_STREAM if per_thread else LEGACY_STREAM
+
+
+_STREAMS: Final = {"cupy": cupy_stream, "torch": torch_stream, "numba.cuda": numba_stream}
 
 
 # -- points in the work
@@ -80,12 +82,15 @@ class Event:
 
     __slots__ = ("_calls", "_free", "_handle", "stream")  # the one it was recorded in last
 
-    def __init__(self, device: Device, *, timed: bool = False) -> None:
+    def __init__(self, device: Device, like: Event | None = None, *, timed: bool = False) -> None:
         self._handle = 0
         calls = device._backend.calls
-        self._calls = calls.work
+        work = self._calls = calls.work
         # The context's events end with it. A later one with its handle has another number.
-        self._free = self._calls.free_events[calls.context_id(device._handle), timed]
+        if like is None:
+            self._free = work.free_events[calls.context_id(device._handle), timed]
+        else:
+            self._free = like._free
         try:
             self._handle = self._free.pop()
         except IndexError:

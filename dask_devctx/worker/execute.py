@@ -22,10 +22,12 @@ from dask_devctx.annotations import (
 )
 from dask_devctx.config.options import Options
 from dask_devctx.cuda.device import Device
+from dask_devctx.cuda.on_device import OF_THIS_TASK
 from dask_devctx.dask_internals import tasks
 from dask_devctx.dask_internals.tasks import DeviceThreadPoolExecutor, send_next_task_to
 from dask_devctx.errors import DevctxError, DeviceFailedError
 from dask_devctx.scheduler.rows import DEVICE
+from dask_devctx.transfer import walk
 from dask_devctx.worker.comms import in_place_of_the_first
 from dask_devctx.worker.metrics.history import CLOCKS_DIFFER_S
 from dask_devctx.worker.placement.admission import share_units
@@ -92,6 +94,7 @@ class Runs:
             if wanted is HOST_ONLY:
                 if not self.placement.devices:
                     return None
+                OF_THIS_TASK.set(HostRun.known)
                 return HostRun(self, ts, theirs=theirs)
             if theirs and not wanted.plain:
                 raise DevctxError(
@@ -106,6 +109,7 @@ class Runs:
             self._record.refused(ts, error)
             return Refused(ts.run_spec, error)
         run.isolated, run.not_again = isolated, not_again
+        OF_THIS_TASK.set(run.known)  # in the context of this execution, which its thread gets
         if not (theirs or run.is_coro):
             run.anywhere = wanted is ANY_DEVICE and not isolated and ts.key not in self._actors
             send_next_task_to(self._pools[run.devices[0]], run)
@@ -136,6 +140,7 @@ class Runs:
                 break
         by_user, *others = ts.priority
         run = DeviceRun(self, ts, devices, (by_user, int(last), *others))
+        run.may_hold_arrays = walk.few(run.task, walk.AT_MOST) != []
         if not wanted.plain:
             run.is_plain = False
             run.share = share_units(placement.share_of(wanted, devices[0]))
@@ -170,6 +175,11 @@ class Runs:
         made, run.made = run.made, None
         if made is not None and ended and state == "memory" and ts.key not in self._actors:
             self._made[ts.key] = made
+            if made.nbytes:
+                made.pins = 1  # until dask stores it, in a moment
+                self.store.spill.add(made)
+        if run.room:
+            self.store.spill.reserve(run, {})
         if ended:
             # the seconds that it waited for a slot, for its inputs and for memory, and its thread
             waited = run.began_at - run.placed_at, run.inputs_s, run.memory_s, run.thread

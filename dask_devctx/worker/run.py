@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
@@ -55,13 +56,17 @@ class _Run(TaskStandIn):
     known: Device | tuple[Device, ...] = ()  # the answer of task_devices() inside
     prefix = ""
     inputs_s = memory_s = 0.0
+    room: Mapping[Device, int] = {}  # the bytes that it has reserved for its result
     runs: Runs
 
     def _call(self, data: Any) -> Any:
         nvtx, use = self.runs.nvtx, Use(self, data)
         if use.away or use.wanted:
             use.wait()
-        with _NOTHING if nvtx is None else nvtx.annotate(str(self.key), domain=_DOMAIN), use:
+        if nvtx is None:
+            with use:
+                return use.returned(use.task(use.data))
+        with nvtx.annotate(str(self.key), domain=_DOMAIN), use:
             return use.returned(use.task(use.data))
 
     async def _call_coroutine(self, data: Any) -> Any:
@@ -88,6 +93,7 @@ class DeviceRun(_Run, Claim, Guard):
     is_plain = True  # it takes one slot, and none as a coroutine or on threads of the user's
     queued = True
     not_again = ""
+    may_hold_arrays = False  # the task itself, beside its inputs
 
     def __init__(
         self, runs: Runs, ts: Any, devices: tuple[Device, ...], priority: tuple[Any, ...]

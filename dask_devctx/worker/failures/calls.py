@@ -161,13 +161,14 @@ class Work:
             # Recording an event on the whole context ends a graph capture of another thread.
             calls, wanted = self._calls, mark and (kept or not marks)
             if wanted and not (calls.running and calls.running_on(self.device)):
-                event = Event(self.device) if kept or self._event is None else self._event
+                if self._event is None:
+                    self._event = Event(self.device)
+                event = Event(self.device, self._event) if kept else self._event
                 number = next(self.numbers)
                 if look.record(event._handle, self.device._handle):
                     marks.append((number, event))
-                    if not kept:
-                        self._event = event
                     return event if kept else None  # an old driver has no marks: nothing is cleared
+                self._event = None  # another context's, if the device was reset
             elif asked:
                 return None
             look(self.device._handle)

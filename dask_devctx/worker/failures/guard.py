@@ -6,7 +6,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Hashable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Final
 
@@ -25,7 +24,6 @@ from dask_devctx.worker.tracebacks import of_the_task
 
 _POLL_S: Final = 0.02  # many tasks may wait for their turn on one event loop
 _FRESH_S: Final = 0.001  # a device that was looked at so lately is not looked at again
-_CURRENT: Final = nullcontext()
 
 
 class Guard(Call):
@@ -241,28 +239,17 @@ class Guard(Call):
             work.left.append((next(work.numbers), self.key))
         try:
             for device in self.devices if error is None or isinstance(error, Exception) else ():
-                current = device is first and not self.is_coro
-                scope: AbstractContextManager[Any] = _CURRENT if current else device
                 try:
-                    with scope:
-                        work = calls.works[device]
-                        if self.synchronizes:
-                            device.set_current()  # the task may have left another
-                            work.wait()
-                        else:
-                            made = self.made
-                            kept = made is not None and bool(made.nbytes) and made.stamp is None
-                            event = work.look(mark=True, kept=kept)
-                            if kept:
-                                made.stamp = Stamp.until(event, device)
+                    if device is first and not self.is_coro:
+                        self._end(device)
+                    else:
+                        with device:
+                            self._end(device)
                 except DriverError as found:
                     if statuses.failed(found.code):
                         outcome = self._blamed(device, found, outcome or found)  # type: ignore[arg-type]
                         break
-                    if outcome is None:
-                        outcome = found
-                    else:
-                        outcome.add_note(f"After it, {device} was found unwell: {found}")
+                    outcome = outcome or found
         except BaseException as found:
             outcome = found
         if not self.is_coro:
@@ -271,6 +258,18 @@ class Guard(Call):
             except BaseException as found:
                 outcome = found
         return outcome
+
+    def _end(self, device: Device) -> None:
+        """Wait for a device, which is current unless the task left another, or mark the end."""
+        made, work = self.made, self.monitor.calls.works[device]
+        if self.synchronizes:
+            device.set_current()
+            work.wait()
+            return
+        kept = made is not None and bool(made.nbytes) and made.stamp is None
+        event = work.look(mark=True, kept=kept)
+        if kept:
+            made.stamp = Stamp.until(event, device)
 
     def _blamed(self, device: Device, found: DriverError, cause: Exception) -> Exception:
         """Return the exception of a call that noticed a failure."""

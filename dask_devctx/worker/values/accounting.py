@@ -77,7 +77,7 @@ class Account:
         found: Counter[str] = Counter()
         for memory, entries in self.blocks.items():
             values = [*_living(entries)]
-            if any(value.pins or value.fresh for value in values):
+            if any(value.pins for value in values):
                 found["in use by running tasks"] += memory.nbytes
             elif kinds := {type(one.value).__qualname__ for one in values if one.stays}:
                 found[f"of types that cannot leave ({', '.join(sorted(kinds))})"] += memory.nbytes
@@ -122,7 +122,7 @@ def _living(entries: Iterable[Entry]) -> Iterator[Value]:
 
 def may_leave(value: Value) -> bool:
     """Return whether a value may be spilled now."""
-    return not (value.pins or value.fresh or value.stays or value.is_away)
+    return not (value.pins or value.stays or value.is_away)
 
 
 class Accounts(dict[Device, Account]):

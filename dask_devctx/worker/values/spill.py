@@ -140,6 +140,14 @@ class Spill:
         with self.lock:
             self.accounts[device].reserved -= nbytes
 
+    def reserve(self, run: Any, room: Mapping[Device, int]) -> None:
+        """Reserve bytes for a run, by device and without a wait, in the place of those it has."""
+        with self.lock:
+            for sign, some in ((-1, run.room), (1, room)):
+                for device, nbytes in some.items():
+                    self.accounts[device].reserved += sign * nbytes
+            run.room = room
+
     def allocated(self, device: Device, nbytes: int, allocate: Callable[[], T]) -> T:
         """Return what a function allocates; out of memory, more is freed and it is called again."""
         return allocated(allocate, lambda: self.clear(device, nbytes), lambda: self.clear(device))
@@ -437,7 +445,8 @@ class Spill:
         while monotonic() < until:
             with self.lock:
                 self.accounts.settle()
-                used = any(one.fresh or one.pins for one in self.accounts[device].values())
+                account = self.accounts[device]
+                used = account.reserved or any(one.pins for one in account.values())
                 if not used and not (staging and staging.taken):
                     return
             sleep(_POLL_S)

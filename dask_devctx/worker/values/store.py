@@ -127,8 +127,9 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
             value = self.made.pop(key, None)
             if value is None or value.value is not whole:
                 value = self._new(key, whole)
+            elif value.pins:
+                self.spill.unpin([value])
             if value is not None and value.nbytes:
-                value.fresh = False
                 if found is walk.LEAF:  # an array, which has no host memory
                     _dict.__setitem__(self, key, value)
                 else:

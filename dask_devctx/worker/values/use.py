@@ -7,10 +7,9 @@ from collections.abc import Hashable
 from contextlib import suppress
 from time import perf_counter
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.cuda.on_device import OF_THIS_TASK
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.dask_internals.tasks import NODE_PARTS
 from dask_devctx.errors import DevctxError
@@ -20,9 +19,6 @@ from dask_devctx.worker.values.value import AWAY, Value, readable
 
 if TYPE_CHECKING:
     from dask_devctx.worker.values.store import Store
-
-# The number of objects of a task to look at here; the walk takes a sample of more.
-_AT_MOST: Final = 1000
 
 
 class Use:
@@ -34,7 +30,7 @@ class Use:
     """
 
     __slots__ = (
-        *("_before", "_copies", "_devices", "_pinned", "_room", "_run", "_store"),
+        *("_copies", "_devices", "_pinned", "_run", "_store"),
         *("away", "data", "task", "wanted"),
     )
 
@@ -42,8 +38,6 @@ class Use:
         self._run = run
         self._store: Store = run.runs.store
         self._devices: tuple[Device, ...] = run.devices
-        self._before: Any = ...
-        self._room: tuple[Device, ...] = ()
         self._copies: list[Any] = []  # among the inputs
         self._pinned: dict[Hashable, Value] = {}
         # The inputs in host memory, and the bytes of room: as many as the task reserves, or as the
@@ -57,6 +51,7 @@ class Use:
             self.wanted = run.nbytes or spill.expected.get(run.prefix, 0)
             if run.attempts:
                 run.memory_s = perf_counter() - run.began_at  # for the attempt before
+                spill.reserve(run, {})
         if data:
             self.data = {}
             for one, value in data.items():
@@ -77,10 +72,9 @@ class Use:
                 value = self.away[-1]
                 self.data[value.key] = spill.pin(value, device)
                 self._pinned[value.key] = self.away.pop()
-            if self.wanted:
-                for one in self._devices if self._run.nbytes else self._devices[:1]:
-                    self._room += (one,)
-                    spill.make_room(one, self.wanted)
+            for one in self._devices[: None if self._run.nbytes else 1] if self.wanted else ():
+                self._run.room = {**self._run.room, one: self.wanted}
+                spill.make_room(one, self.wanted)
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -95,10 +89,8 @@ class Use:
 
     def __enter__(self) -> Self:
         try:
-            self._before = OF_THIS_TASK.get()
-            OF_THIS_TASK.set(self._run.known)
             if self._devices and self._store.moves_inputs:
-                if walk.few(self.task, _AT_MOST) != []:  # it may hold arrays itself
+                if self._run.may_hold_arrays:
                     found = nbytes_by_device.found_in(self.task)[0]
                     if found.keys() - {*self._devices}:  # not changed: it may run elsewhere again
                         self.task = Move(self._devices[0], guard_source=False).run(self.task)
@@ -135,7 +127,7 @@ class Use:
         self._run.inputs_s = perf_counter() - begun
 
     def returned(self, result: Any) -> Any:
-        """Note the call's result: it counts from now on, in the place of the room for it."""
+        """Note the call's result, which has its room until dask stores it."""
         store, devices, run = self._store, self._devices, self._run
         if devices and store.moves_inputs:
             found = walk.find(result.__class__)
@@ -153,13 +145,13 @@ class Use:
                     store.copies.used(self._copies, devices[0], work)
                     self._copies = []
             if places:
-                value = run.made = Value(run.key, result, places, work)
-                value.fresh = True
-                store.spill.add(value)
+                run.made = Value(run.key, result, places, work)
                 if store.spill.open:
                     nbytes = places.get(devices[0], 0)
                     is_small = nbytes < store.spill.accounts[devices[0]].small
                     store.spill.expected[run.prefix] = 0 if is_small else nbytes
+                    if not is_small or run.room:
+                        store.spill.reserve(run, places)
             elif found is not None:
                 run.made = Value(run.key, result, {})  # so that it is not looked up again
         return result
@@ -170,8 +162,6 @@ class Use:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._before is not ...:
-            OF_THIS_TASK.set(self._before)
         self.data = {}
         spill, devices = self._store.spill, self._devices
         if self._copies:  # it raised: its work on the devices may still run
@@ -184,8 +174,8 @@ class Use:
         if self._pinned:
             spill.unpin(self._pinned.values())
             self._pinned = {}
-        for one in self._room:
-            spill.give_room(one, self.wanted)
+        if error is not None and self._run.room:
+            spill.reserve(self._run, {})
 
 
 # A task's arguments that are given by value: dask keeps them in the nodes of its graph.

@@ -44,7 +44,7 @@ class Value:
     """
 
     __slots__ = (
-        *("__weakref__", "copies", "entry", "form", "fresh", "key", "moving", "nbytes"),
+        *("__weakref__", "copies", "entry", "form", "key", "moving", "nbytes"),
         *("pins", "released", "spill", "stamp", "stays", "touched", "value"),
     )
 
@@ -65,7 +65,6 @@ class Value:
         self.form: HostForm | None = None
         self.touched = 0  # grows with each use
         self.pins = 0  # users that need it on its device
-        self.fresh = False  # whether its task has returned it, and dask does not have it yet
         self.moving = threading.Lock()  # held by the thread that brings it to a device
         self.stays = False  # whether it cannot leave
         self.released = False  # by dask: its key may have another value, and no copy is kept

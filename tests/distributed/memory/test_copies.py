@@ -163,6 +163,5 @@ def test_values_of_one_allocation_leave_one_after_the_other(machine: SimulatedMa
     }
     for one in values.values():
         accounts.count(one, allocations(one.value, one.nbytes))
-        one.fresh = False
     order = [one.key for one in accounts[Device(0)].in_order(lambda key: None)]
     assert order == ["a", "c", "b"]
