@@ -261,7 +261,7 @@ _MISTAKEN: Final = {
     **dict.fromkeys(("device_mem", "device_memory_limit", "gpu_memory"), MEMORY),
 }
 _OPTIONS: Final = frozenset({"oom_retries", "tasks_per_device"})  # of the plugin
-_OURS: Final = (DEVICE, DEVICES, SHARE, MEMORY, RERUN)
+_OURS: Final = (DEVICE, DEVICES, SHARE, MEMORY, RERUN)  # as in graph/optimize.py
 # Names as like ours as "devcie" and "device_memry". A service and a return are less so.
 _ALIKE: Final = 0.82
 

@@ -24,8 +24,8 @@ from dask_devctx.dask_internals.worker import no_more_heartbeats
 from dask_devctx.graph.keep import keep_annotations
 from dask_devctx.worker.extension import DeviceExtension
 from dask_devctx.worker.leases import registration
+from dask_devctx.worker.leases.lease import DeviceLease
 from dask_devctx.worker.leases.locks import held_devices
-from dask_devctx.worker.leases.share import DeviceShare
 
 __all__ = ["DevicePlugin", "held_devices"]
 
@@ -79,7 +79,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     is_required = False
     # Set on a worker, while the plugin is set up there.
     extension: DeviceExtension | None = None
-    _share: DeviceShare | None = None
+    _lease: DeviceLease | None = None
 
     def __init__(self, **options: Any) -> None:
         refuse_unknown(options, OPTION_NAMES, type(self).__name__)
@@ -127,43 +127,43 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
                     "replace the other, or remove the other first: "
                     f"client.unregister_worker_plugin({name!r})"
                 )
-        if self._share is not None:  # another worker of this process uses this object
+        if self._lease is not None:  # another worker of this process uses this object
             own = copy.copy(self)
-            own.extension = own._share = None
+            own.extension = own._lease = None
             worker.plugins.update({n: own for n, p in worker.plugins.items() if p is self})
             await own.setup(worker)
             return
         check_worker(worker)  # before the scheduler is asked for devices
         name = next((n for n, plugin in worker.plugins.items() if plugin is self), self.name)
         # From now on, an earlier plugin does not withdraw the devices.
-        share = self._share = DeviceShare(worker, self.options, name)
-        had = bool(share.before)
+        lease = self._lease = DeviceLease(worker, self.options, name)
+        had = bool(lease.before)
         failure: Exception | None = None
         try:
-            if devices := share.at_once():
+            if devices := lease.at_once():
                 failure = self._use(worker, devices, had=had)
             try:
-                devices = await share.settle()
+                devices = await lease.settle()
             except Exception as error:
                 devices, failure = (), error
-            if self._share is not share:  # the plugin was removed meanwhile
+            if self._lease is not lease:  # the plugin was removed meanwhile
                 return
             if failure is not None or devices != self.worker_devices:
                 failure = self._use(worker, devices, failure, had=had)
         except BaseException as error:
             if not (self.is_required and isinstance(error, Exception)):
-                share.release()
-                self._share = None
+                lease.release()
+                self._lease = None
                 raise
             failure = error
         if failure is not None:
-            share.release()
+            lease.release()
             leaves = self.is_required
-            if not await registration.refuse(worker, failure, share.tell, leaves=leaves, had=had):
+            if not await registration.refuse(worker, failure, lease.tell, leaves=leaves, had=had):
                 raise failure  # dask tells the client, and keeps the plugin
         elif self.extension is not None:
             self.extension.log_devices()
-            await registration.announce(self.extension.limits, share.tell)
+            await registration.announce(self.extension.limits, lease.tell)
 
     def _use(
         self,
@@ -187,10 +187,10 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         if self.extension is not None:
             self.extension.close()
             self.extension = None
-            if self._share is not None:
-                registration.withdraw(worker, self._share.tell)
-        if self._share is not None:
-            self._share.release()
-            self._share = None
+            if self._lease is not None:
+                registration.withdraw(worker, self._lease.tell)
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
         if worker.status is Status.closing:
             await no_more_heartbeats(worker)

@@ -18,8 +18,8 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.on_device import known_as_the_tasks
 from dask_devctx.dask_internals import worker as internals
 from dask_devctx.transfer import nbytes_by_device, stamp, to_device
-from dask_devctx.worker.failures.guard import Guard
 from dask_devctx.worker.failures.monitor import Monitor
+from dask_devctx.worker.guard import Guard
 from dask_devctx.worker.values.host_form import wait_for
 
 _POLL_S: Final = 0.001

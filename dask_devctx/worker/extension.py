@@ -35,7 +35,6 @@ from dask_devctx.worker.peers.transfers import PeerTransfers
 from dask_devctx.worker.placement.admission import Admission
 from dask_devctx.worker.placement.balance import giving_back
 from dask_devctx.worker.placement.placement import Placement
-from dask_devctx.worker.placement.policy import start_soonest
 from dask_devctx.worker.rechunks import Rechunks
 from dask_devctx.worker.threads.executors import device_threads, threads_without_a_device
 from dask_devctx.worker.threads.garbage import short_collections
@@ -75,7 +74,7 @@ class DeviceExtension:
             if self.failure is not None and not had:
                 options = replace(options, unannotated="leave")
             self.admission = Admission(used, options.tasks_per_device, self.limits)
-            self.placement = Placement(self.admission, options.policy or start_soonest)
+            self.placement = Placement(self.admission, options.policy)
             self.history = History(history, used, lambda: worker.scheduler_delay)
             steps.enter_context(answering(worker, {HISTORY: self.history.answer}, to_the_end=True))
             self.record = Record(self.admission, self.history, self._counts)

@@ -16,7 +16,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.on_device import known_as_the_tasks
 from dask_devctx.cuda.scope import Restored, is_any_current
 from dask_devctx.dask_internals.tasks import TaskStandIn
-from dask_devctx.worker.failures.guard import Guard
+from dask_devctx.worker.guard import Guard
 from dask_devctx.worker.placement.admission import Claim
 from dask_devctx.worker.tracebacks import BeginsWithTheTask, begins_with_the_task
 from dask_devctx.worker.values.use import Use

@@ -16,7 +16,7 @@ from distributed.utils_test import async_poll_for, poll_for
 
 from dask_devctx import Device, DevicePlugin, driver
 from dask_devctx.annotations import WATCHED
-from dask_devctx.worker.failures.guard import Guard
+from dask_devctx.worker.guard import Guard
 from tests.distributed.devices import on_cluster, submit_on, with_plugin
 from tests.failures.conftest import failures, leave_a_bad_kernel_running
 from tests.failures.test_sticky import check_found, write_to_an_illegal_address

@@ -31,7 +31,7 @@ class Monitor:
     one suspect. A suspect that counts as done is no exception: dask runs it again if its result is
     needed, since the result was lost with the worker.
 
-    Each call of a task or method has a :class:`~dask_devctx.worker.failures.guard.Guard`.
+    Each call of a task or method has a :class:`~dask_devctx.worker.guard.Guard`.
     """
 
     def __init__(

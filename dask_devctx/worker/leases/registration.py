@@ -36,7 +36,7 @@ _WAY_OUT = (
 _ON_FIRST = "all others run without one, where libraries use the first GPU"
 # The longest text of an error that goes to the scheduler.
 _TEXT = 2_000
-# Sends a message about a worker's devices: `DeviceShare.tell`.
+# Sends a message about a worker's devices: `DeviceLease.tell`.
 Tell = Callable[..., Awaitable[None]]
 # A scheduler that could not be reached is asked again after this time.
 _AGAIN_S: Final = 1.0

@@ -1,10 +1,10 @@
 """The choice of a transport between two workers: CUDA IPC, or dask's own comm.
 
-This is the only place that decides who reads whose memory. A worker that asks for values says in
-its request who it is, or why it cannot read the other's memory; the worker that has the values
-compares. Nobody asks whether memory can be opened: the first transfer tries it, and where it fails,
-values come through dask from then on. (:mod:`.send` gives up one transfer by itself where there is
-no staging memory for it.)
+This is the only place that decides whether two workers read each other's memory, for values of any
+size; :mod:`.send` decides for one answer, of which it knows the values. A worker that asks for
+values says in its request who it is, or why it cannot read the other's memory; the worker that has
+the values compares. Nobody asks whether memory can be opened: the first transfer tries it, and
+where it fails, values come through dask from then on.
 """
 
 from __future__ import annotations

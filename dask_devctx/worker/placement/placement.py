@@ -39,14 +39,14 @@ class Placement:
     The slot of a task that says nothing is 1 of ``tasks_per_device``.
     """
 
-    def __init__(self, admission: Admission, policy: Policy = start_soonest) -> None:
+    def __init__(self, admission: Admission, policy: Policy | None = None) -> None:
         self.admission = admission
         self.devices = tuple(admission.states)
         self._states, self._limits = admission.states, admission.limits
         self._tasks_per_device = admission.tasks_per_device
-        self._policy = policy
+        self._policy = policy or start_soonest
         # The only device, if there is one and the policy has no choice.
-        alone = policy is start_soonest and len(self.devices) == 1
+        alone = self._policy is start_soonest and len(self.devices) == 1
         self.only = self.devices if alone else None
         self._durations_s: dict[str, float] = {}
         self._turn = 0

@@ -27,12 +27,12 @@ _POLL_S: Final = 0.05
 
 # The devices that a worker had, for a plugin that takes another one's place.
 _before: WeakKeyDictionary[Worker, tuple[Device, ...]] = WeakKeyDictionary()
-# The newest share of a worker, which alone tells the scheduler of its devices, and a lock for that.
-_newest: WeakKeyDictionary[Worker, weakref.ref[DeviceShare]] = WeakKeyDictionary()
+# The newest lease of a worker, which alone tells the scheduler of its devices, and a lock for that.
+_newest: WeakKeyDictionary[Worker, weakref.ref[DeviceLease]] = WeakKeyDictionary()
 _telling: WeakKeyDictionary[Worker, asyncio.Lock] = WeakKeyDictionary()
 
 
-class DeviceShare:
+class DeviceLease:
     """The devices of one worker, used on its event loop; ``plugin`` is the name of its plugin."""
 
     def __init__(self, worker: Worker, options: Options, plugin: str) -> None:
