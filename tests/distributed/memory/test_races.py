@@ -9,16 +9,17 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import dask
 import pytest
 from cuda.bindings.driver import CUresult
 from distributed import Client, Future, wait
 from distributed.utils_test import poll_for
+from distributed.worker_state_machine import ExecuteSuccessEvent
 
 from dask_devctx import Device, SimulatedArray, driver
 from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.errors import DeviceMemoryError
 from dask_devctx.worker.values.value import Value
+from tests.distributed.devices import submit_on
 from tests.distributed.memory.test_spilling import MIB, full, threads, totals
 
 
@@ -85,11 +86,28 @@ def test_a_value_that_a_task_needs_while_it_is_copied_to_the_host_stays() -> Non
         assert client.submit(total, made, pure=False).result() == 16384
 
 
+def test_a_result_stays_on_its_device_until_dask_stores_it() -> None:
+    with threads(2 * MIB, 1) as client:
+        worker, memory, found = worker_of(client), memory_of(client), []
+        handle = worker.handle_stimulus
+
+        def spill_before(*events: Any) -> None:
+            if any(isinstance(one, ExecuteSuccessEvent) for one in events):
+                found.append((used(memory), memory.spill_all(Device(0)), used(memory)))
+            handle(*events)
+
+        worker.handle_stimulus = spill_before
+        made = client.submit(full, 1)
+        wait(made)
+        assert found == [(131072, 0, 131072)]
+        assert memory.spill_all(Device(0)) == 131072
+        assert client.submit(total, made, pure=False).result() == 16384
+
+
 def test_a_value_that_was_released_comes_back_under_a_key_that_has_another_value() -> None:
     """A task that was cancelled while it waited for the value still runs with it."""
     with threads(2 * MIB, 2) as client:
-        with dask.annotate(device=0):
-            first = client.submit(full, 1, key="k")
+        first = submit_on(client, 0, full, 1, key="k")
         wait(first)
         worker = worker_of(client)
         memory_of(client).spill_all(Device(0))
@@ -97,14 +115,12 @@ def test_a_value_that_was_released_comes_back_under_a_key_that_has_another_value
         poll_for(lambda: kept.is_away, timeout=10)
         first.release()
         poll_for(lambda: "k" not in worker.data, timeout=10)
-        with dask.annotate(device=1):
-            second = client.submit(full, 2, key="k")
+        second = submit_on(client, 1, full, 2, key="k")
         wait(second)
         memory = memory_of(client)
         assert int(memory.pin(kept, None).get().sum()) == 16384
         memory.unpin([kept])
-        with dask.annotate(device=0):
-            assert client.submit(total, second, pure=False).result() == 2 * 16384
+        assert submit_on(client, 0, total, second, pure=False).result() == 2 * 16384
 
 
 steps: list[object] = []
@@ -143,8 +159,7 @@ def test_a_task_reads_after_the_copy_that_brings_its_input(
     with one_value(move_inputs=moved) as (client, made, memory, _, _):
         memory.spill_all(Device(0))
         faults = noting_steps()
-        with dask.annotate(device=device):
-            assert client.submit(task, made, pure=False).result() == 16384
+        assert submit_on(client, device, task, made, pure=False).result() == 16384
         faults.clear()
         between = steps[steps.index("copy") : steps.index("read")]
         assert ("wait", LEGACY_STREAM) in between

@@ -59,8 +59,7 @@ def run_some(client: Client) -> dict[str, int]:
 
 def test_what_waits_and_what_runs(client: Client, cluster: LocalDeviceCluster) -> None:
     go = Event("go")
-    with dask.annotate(device=1):
-        futures = [client.submit(lambda e, n: e.wait(20), go, n) for n in range(5)]
+    futures = [submit_on(client, 1, lambda e, n: e.wait(20), go, n) for n in range(5)]
 
     def counted() -> tuple[int, int, int]:
         (row,) = [device for device in report(client).devices if device.device_id == 1]
@@ -125,8 +124,7 @@ def test_it_has_a_line_for_each_device_as_text_and_in_a_notebook(client: Client)
     assert lines[3].split()[:6] == ["cuda:3", device.worker_name, "0", "0", "6", "1"]
     assert "of 16.0 GiB" in lines[3]
     assert str(Report()).startswith("device  worker")
-    with dask.annotate(device=9):
-        assert client.submit(nap, 1, key="<b>bold</b>-1").exception() is not None
+    assert submit_on(client, 9, nap, 1, key="<b>bold</b>-1").exception() is not None
     html = report(client)._repr_html_()
     assert "<b>" not in html
     table = ElementTree.fromstring(html[: html.index("</table>") + len("</table>")])
@@ -226,8 +224,7 @@ def test_refused_tasks_are_counted(client: Client, cluster: LocalDeviceCluster) 
     for n in range(3):
         future = submit_on(client, 9, nap, n, key=f"nap-{n}")
         assert isinstance(future.exception(), DeviceNotFoundError)
-    with dask.annotate(device=1.5):
-        assert isinstance(client.submit(fail, key="fail-1").exception(), TypeError)
+    assert isinstance(submit_on(client, 1.5, fail, key="fail-1").exception(), TypeError)
     found = report(client)
     assert (found.hosted, found.without_device) == (0, [])
     assert {task.key for task in found.refused} == {"nap-0", "nap-1", "nap-2", "fail-1"}

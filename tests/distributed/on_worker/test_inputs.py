@@ -83,8 +83,7 @@ async def test_one_copy_is_shared_and_goes_with_its_key(
     x = submit_on(client, 0, make, pure=False)
     await x
     machine.faults.inject("cuMemAlloc", None, when=lambda nbytes: time.sleep(0.2))
-    with dask.annotate(device=3):
-        tasks = [client.submit(where, x, pure=False) for _ in range(20)]
+    tasks = [submit_on(client, 3, where, x, pure=False) for _ in range(20)]
     assert await client.gather(tasks) == [(3,)] * 20
     ((copies, saved, nbytes),) = traffic(worker).values()
     assert (copies, saved, nbytes) == (1, 19, 800)
@@ -149,8 +148,7 @@ async def test_a_cancelled_task_that_runs_late_leaves_no_copy(
     assert traffic(worker) == {(0, 1): (1, 0, 800)}
     assert copied_to(worker, 1) == 0
     x = submit_on(client, 0, make, 2.0, key="x")
-    with dask.annotate(device=1):
-        assert await client.submit(lambda array: float(array.sum()), x, pure=False) == 200.0
+    assert await submit_on(client, 1, lambda array: float(array.sum()), x, pure=False) == 200.0
 
 
 @pytest.mark.parametrize("maker", [make, lambda: secede() or make()])
@@ -175,8 +173,7 @@ def test_what_is_read_on_other_streams_waits_for_the_work_that_makes_it(
             if reader == "client":
                 await future
             else:
-                with dask.annotate(device="none"):
-                    await client.submit(type, future, pure=False)
+                await submit_on(client, "none", type, future, pure=False)
 
         event_loop = threading.get_ident()
 
@@ -212,8 +209,7 @@ class Maker:
 async def test_what_an_actor_answers_waits_for_the_work_that_makes_it(
     client: Client, machine: SimulatedMachine
 ) -> None:
-    with dask.annotate(device=1):
-        maker = await client.submit(Maker, actor=True)
+    maker = await submit_on(client, 1, Maker, actor=True)
     pending = work_is_pending(machine)
     made = asyncio.ensure_future(maker.make())
     made_later = asyncio.ensure_future(maker.make_later())
@@ -248,10 +244,8 @@ def test_an_actors_method_is_given_its_arguments_on_its_device(move_inputs: bool
 
     @one_worker(move_inputs=move_inputs)
     async def body(client: Client) -> None:
-        with dask.annotate(device=3):
-            reader = await client.submit(Reader, actor=True)
-        with dask.annotate(device=2):
-            other = await client.submit(Reader, actor=True, pure=False)
+        reader = await submit_on(client, 3, Reader, actor=True)
+        other = await submit_on(client, 2, Reader, actor=True, pure=False)
         with Device(1):
             x = make()
         assert await reader.read(x, rest=[x]) == ((3, 3) if move_inputs else (0, 0))

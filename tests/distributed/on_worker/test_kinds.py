@@ -21,7 +21,7 @@ from distributed.worker_state_machine import ComputeTaskEvent, FreeKeysEvent
 
 from dask_devctx import Device, SimulatedArray, device_of, on_device
 from dask_devctx.driver.simulated import SimulatedMachine
-from tests.distributed.devices import blocks, current_context, here, with_plugin
+from tests.distributed.devices import blocks, current_context, here, submit_on, with_plugin
 
 seen: list[Any] = []
 
@@ -64,8 +64,7 @@ def third_time(error: type[Exception], x: SimulatedArray) -> float:
 async def test_a_task_that_runs_again_does_so_on_its_device(client: Any, error: Any) -> None:
     with Device(1):
         x = make()
-    with dask.annotate(device=2):
-        assert await client.submit(third_time, error, x, retries=5) == 10.0
+    assert await submit_on(client, 2, third_time, error, x, retries=5) == 10.0
     assert seen == [2, 2, 2]
 
 
@@ -89,8 +88,7 @@ async def divide_later(n: int) -> float:
 async def test_the_traceback_of_a_failure_begins_with_the_tasks_own_frame(
     client: Any, function: Any, device: str | None
 ) -> None:
-    with dask.annotate(device=device):
-        failed = client.submit(function, client.submit(int))
+    failed = submit_on(client, device, function, client.submit(int))
     frames = traceback.extract_tb(await failed.traceback())
     assert frames[0].name == function.__name__
     with pytest.raises(ZeroDivisionError) as raised:
@@ -179,13 +177,10 @@ async def test_coroutines(client: Any) -> None:
     async with watching_the_loop():
         futures = []
         for device in (3, 1, 2, 1):
-            with dask.annotate(device=device):
-                futures.append(client.submit(resumed, len(futures)))
+            futures.append(submit_on(client, device, resumed, len(futures)))
         assert await client.gather(futures) == [[d] * 5 for d in (3, 1, 2, 1)]
-        with dask.annotate(device=2):
-            error = await client.submit(fails).exception()
-        with dask.annotate(device=9):
-            missing = await client.submit(fails, pure=False).exception()
+        error = await submit_on(client, 2, fails).exception()
+        missing = await submit_on(client, 9, fails, pure=False).exception()
     assert str(error) == "2"
     assert type(missing).__name__ == "DeviceNotFoundError"
 
@@ -214,8 +209,7 @@ class Model:
 
 @with_plugin()
 async def test_actors(client: Any, worker: Any) -> None:
-    with dask.annotate(device=3):
-        actor = await client.submit(Model, actor=True)
+    actor = await submit_on(client, 3, Model, actor=True)
     free = await client.submit(Model, actor=True, pure=False)
     async with watching_the_loop():
         assert await actor.method() == (3, 3)
@@ -281,8 +275,7 @@ async def test_the_users_own_executors(client: Any, worker: Any) -> None:
 async def test_unannotated_tasks_are_left(client: Any) -> None:
     assert await client.gather(client.map(here, range(8))) == [None] * 8
     for wanted, expected in [(2, {2}), ("auto", {0, 1, 2, 3})]:
-        with dask.annotate(device=wanted):
-            assert await client.submit(here, wanted, pure=False) in expected
+        assert await submit_on(client, wanted, here, wanted, pure=False) in expected
 
 
 # -- tasks without a device
@@ -325,8 +318,7 @@ def test_where_the_first_device_is_not_the_workers_the_inputs_are_read_without_i
 
     @with_plugin(2, devices=[2, 3], device_memory_limit=limit)
     async def body(client: Any) -> None:
-        with dask.annotate(device=3):
-            x = client.submit(make)
+        x = submit_on(client, 3, make)
         y = client.submit(list, range(10))
         with dask.annotate(device=None):
             assert await client.submit(here, x, pure=False) == 2
