@@ -41,6 +41,7 @@ from tests.distributed.devices import (
     here,
     on_cluster,
     started,
+    submit_on,
     with_plugin,
 )
 from tests.distributed.peers import configured
@@ -135,8 +136,7 @@ async def test_registering_anew(client: Any, worker: Any) -> None:
     assert {name for name in worker.executors if "devctx" in name} == {"devctx:cuda:2"}
     assert await client.gather(client.map(here, range(8))) == [2] * 8
     assert await actor.where() == lives_on
-    with dask.annotate(device=1):
-        error = await client.submit(here, "elsewhere").exception()
+    error = await submit_on(client, 1, here, "elsewhere").exception()
     assert "Available: cuda:2 (" in str(error)
     assert "which this worker does not use" in str(error)
     await client.register_plugin(DevicePlugin(tasks_per_device=3))
@@ -218,8 +218,7 @@ async def test_where_the_set_up_fails_tasks_that_ask_for_a_device_fail_with_the_
         (note,) = caught.value.__notes__
         assert 'client.unregister_worker_plugin("devctx")' in note
         for wanted in (7, 1, "auto"):
-            with dask.annotate(device=wanted):
-                failed = await client.submit(here, wanted).exception()
+            failed = await submit_on(client, wanted, here, wanted).exception()
             assert isinstance(failed, error)
             assert failed.__notes__ == [note]
         assert await client.submit(here, "unannotated") is None
@@ -238,8 +237,7 @@ async def test_a_worker_that_loses_its_devices_runs_no_task_on_the_first_gpu(cli
         (note,) = caught.value.__notes__
         assert "all others but those with device=None" in note
         assert (await client.submit(here, pure=False).exception()).__notes__ == [note]
-        with dask.annotate(device=None):
-            assert await client.submit(here, pure=False) is None
+        assert await submit_on(client, None, here, pure=False) is None
     await client.register_plugin(DevicePlugin())
     assert await client.submit(here, pure=False) in range(4)
 
@@ -251,8 +249,7 @@ async def test_a_second_plugin_by_another_name_is_refused(client: Any, worker: A
         await client.register_plugin(DevicePlugin(devices=[1]), name="another")
     await client.unregister_worker_plugin("another")
     assert [device.device_id for device in worker.plugins["devctx"].worker_devices] == [0, 1, 2, 3]
-    with dask.annotate(device=2):
-        assert await client.submit(here) == 2  # the first one does as before
+    assert await submit_on(client, 2, here) == 2  # the first one does as before
     await client.unregister_worker_plugin("devctx")
     assert await client.submit(here, pure=False) is None
     assert (DevicePlugin().worker_devices, DevicePlugin().report()) == ((), None)
@@ -451,8 +448,7 @@ async def test_only_the_task_itself_is_sent_to_its_devices_threads(client: Any) 
     assert await client.submit(awaits) != "devctx"
     with dask.annotate(executor="default"):
         assert (await client.submit(where, pure=False))[1] != "devctx"
-    with dask.annotate(device=None):
-        assert await client.submit(where, pure=False) == (None, here_and_there[1])
+    assert await submit_on(client, None, where, pure=False) == (None, here_and_there[1])
 
 
 @on_cluster()
@@ -460,9 +456,7 @@ async def test_a_worker_whose_own_executor_is_of_processes(client: Any, schedule
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as processes:
         async with Worker(scheduler.address, nthreads=2, executor=processes):
             await client.register_plugin(DevicePlugin())
-            with dask.annotate(device=2):
-                assert await client.submit(where) == (2, "devctx")
-            with dask.annotate(device=None):
-                assert await client.submit(os.getpid, pure=False) != os.getpid()
+            assert await submit_on(client, 2, where) == (2, "devctx")
+            assert await submit_on(client, None, os.getpid, pure=False) != os.getpid()
             await client.unregister_worker_plugin("devctx")
             assert await client.submit(os.getpid, pure=False) != os.getpid()

@@ -14,7 +14,7 @@ import pytest
 from dask_devctx import Device, DevicePlugin, SimulatedArray, driver
 from dask_devctx.errors import DevctxError
 from dask_devctx.transfer import nbytes_by_device, release_held
-from tests.distributed.devices import here, on_cluster, with_plugin
+from tests.distributed.devices import here, on_cluster, submit_on, with_plugin
 from tests.transfer.hostile import CONTAINERS, EndsSomething, Thing
 from tests.transfer.order import Order
 from tests.transfer.shapes import shape_of
@@ -57,10 +57,8 @@ def hidden() -> SimulatedArray:
 async def test_a_result_comes_after_all_work_of_its_task(client: Any, *_: Any) -> None:
     machine = driver.backend().machine
     machine.order = Order(machine)
-    with dask.annotate(device=0):
-        made = client.submit(hidden)
-    with dask.annotate(device=1):
-        assert await client.submit(total, made) == (100.0, 1)
+    made = submit_on(client, 0, hidden)
+    assert await submit_on(client, 1, total, made) == (100.0, 1)
     machine.faults.clear()
     assert release_held() == 0
     assert any(at == 1 and "hidden" in work for at, work in machine.order.before_allocations)
@@ -130,12 +128,10 @@ def test_each_type_is_used_on_every_device_and_stays_where_it_was(shape: str) ->
                 made = client.submit(around, kind, pure=False)
                 before = await client.submit(see, made, pure=False)
             for device in (1, 2, 3, 1):
-                with dask.annotate(device=device):
-                    found, at = await client.submit(see, made, pure=False)
+                found, at = await submit_on(client, device, see, made, pure=False)
                 assert at == {device}, kind
                 assert found == before[0] or len(workers) > 1, kind
-            with dask.annotate(device=0):
-                assert await client.submit(see, made, pure=False) == before, kind
+            assert await submit_on(client, 0, see, made, pure=False) == before, kind
 
     run(shape, body)
 
@@ -172,8 +168,7 @@ def depth_of(value: Any) -> int:
 async def test_a_value_of_many_objects(client: Any, worker: Any, depth: int) -> None:
     made = client.submit(deep, depth, "host", pure=False)
     for device in (0, 1):
-        with dask.annotate(device=device):
-            assert await client.submit(depth_of, made, pure=False) == depth
+        assert await submit_on(client, device, depth_of, made, pure=False) == depth
     [wide] = await client.scatter([[[i] for i in range(depth)]])
     assert await client.submit(len, wide) == depth
     while not worker.data.is_host_data(wide.key):  # no other task searches it

@@ -18,7 +18,7 @@ from dask_devctx import Device, DeviceOutOfMemoryError, SimulatedArray, driver, 
 from dask_devctx.cuda.out_of_memory import is_out_of_memory, requested_nbytes
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DeviceMemoryError, DriverError
-from tests.distributed.devices import started
+from tests.distributed.devices import started, submit_on
 
 GIB = 2**30
 
@@ -203,8 +203,7 @@ def test_tasks_that_secede_twice(machine: SimulatedMachine) -> None:
 
 
 def test_a_task_that_seceded_is_in_its_pool_again_when_it_is_tried_again(client: Client) -> None:
-    with dask.annotate(device=2):
-        assert client.submit(lambda: secede() or run_out_of_memory(1)).result(timeout=20) == 2
+    assert submit_on(client, 2, lambda: secede() or run_out_of_memory(1)).result(timeout=20) == 2
     assert runs == [2, 2]
 
 
@@ -229,8 +228,7 @@ def make() -> SimulatedArray:
 
 
 def made_on(client: Client, device: int) -> Future:
-    with dask.annotate(device=device):
-        x = client.submit(make, pure=False)
+    x = submit_on(client, device, make, pure=False)
     x.result(timeout=20)
     return x
 
@@ -265,8 +263,7 @@ def test_a_copy_that_finds_no_memory_is_tried_again(
     x = made_on(client, 0)
     status = CUresult.CUDA_ERROR_OUT_OF_MEMORY
     machine.faults.inject("cuMemAlloc", status, times=fails, when=lambda nbytes: nbytes == NBYTES)
-    with dask.annotate(device=1):
-        copied = client.submit(task, x)
+    copied = submit_on(client, 1, task, x)
     error = copied.exception(timeout=20)
     if fails == 2:
         assert copied.result() == (1, NBYTES)

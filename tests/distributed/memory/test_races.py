@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 from cuda.bindings.driver import CUresult
-from distributed import Client, Future, wait
+from distributed import Client, Future, get_worker, wait
 from distributed.utils_test import poll_for
 from distributed.worker_state_machine import ExecuteSuccessEvent
 
@@ -102,6 +103,26 @@ def test_a_result_stays_on_its_device_until_dask_stores_it() -> None:
         assert found == [(131072, 0, 131072)]
         assert memory.spill_all(Device(0)) == 131072
         assert client.submit(total, made, pure=False).result() == 16384
+
+
+loop_waits, loop_goes_on = threading.Event(), threading.Event()
+
+
+def full_while_the_loop_waits() -> Any:
+    get_worker().loop.add_callback(lambda: loop_waits.set() or loop_goes_on.wait(10))
+    assert loop_waits.wait(10)
+    return full(1)
+
+
+def test_a_result_has_its_room_before_the_event_loop_knows_of_it() -> None:
+    with threads(2 * MIB, 1) as client:
+        account = memory_of(client).accounts[Device(0)]
+        made = client.submit(full_while_the_loop_waits)
+        poll_for(lambda: account.used == 131072, timeout=10)
+        assert account.counts.held == 0, "the loop has counted it"
+        loop_goes_on.set()
+        wait(made)
+        assert (account.used, account.counts.held) == (131072, 131072)
 
 
 def test_a_value_that_was_released_comes_back_under_a_key_that_has_another_value() -> None:

@@ -19,7 +19,7 @@ from dask_devctx.scheduler.history import DeviceHistory, Ring
 from dask_devctx.scheduler.messages import ACTION, PROTOCOL, TOPIC, Failure
 from dask_devctx.scheduler.rows import Copy, DeviceCounts, Sample, TaskRun, Transfer, known
 from dask_devctx.worker.metrics.history import History
-from tests.distributed.devices import fail, nap, with_plugin
+from tests.distributed.devices import fail, nap, submit_on, with_plugin
 
 FIELDS = ("cuda:1", "GPU-1", "CUDA_ERROR_ASSERT", 710, (), False, False, "")
 
@@ -37,10 +37,8 @@ async def test_tasks_with_their_devices_and_waits(client: Any, scheduler: Any) -
         second = client.submit(nap, 0.1, key="second-1")
         await asyncio.gather(first, second)
         await client.submit(fail, key="fail-1").exception()
-    with dask.annotate(device=0):
-        await client.submit(nap, 0.0, first, key="moved-1")
-    with dask.annotate(device=None):
-        await client.submit(sum, [1, 2], key="host-1")
+    await submit_on(client, 0, nap, 0.0, first, key="moved-1")
+    await submit_on(client, None, sum, [1, 2], key="host-1")
     rows = {row.key: row for row in await all_rows(scheduler) if isinstance(row, TaskRun)}
     assert {key: row.device_id for key, row in rows.items()} == {
         "first-1": 1,
@@ -100,10 +98,8 @@ async def test_it_is_collected_while_somebody_reads(
 
 @with_plugin(devices=[0, 2])
 async def test_samples_come_with_heartbeats(client: Any, scheduler: Any, worker: Worker) -> None:
-    with dask.annotate(device=2):
-        made = client.submit(nap, 0.3)
-    with dask.annotate(device=0):
-        await client.submit(nap, 0.0, made)
+    made = submit_on(client, 2, nap, 0.3)
+    await submit_on(client, 0, nap, 0.0, made)
     history = DeviceHistory.of(scheduler)
     key = worker.address, Device(0).uuid
 

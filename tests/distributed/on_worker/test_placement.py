@@ -22,7 +22,7 @@ from dask_devctx.worker.placement.policy import (
     Candidate,
     start_soonest,
 )
-from tests.distributed.devices import claim_of, here, with_plugin
+from tests.distributed.devices import claim_of, here, submit_on, with_plugin
 
 
 def candidate(device: int = 0, **kwargs: Any) -> Candidate:
@@ -95,8 +95,7 @@ async def test_durations_are_known_by_prefix(client: Any, worker: Any) -> None:
     with dask.annotate(device=0):
         await client.submit(time.sleep, 0.5, key="long-0")
         running = [client.submit(behind_the_gate, key="long-1")]
-    with dask.annotate(device=1):
-        await client.submit(time.sleep, 0.01, key="short-0")
+    await submit_on(client, 1, time.sleep, 0.01, key="short-0")
     for device in (1, 2, 3):
         with dask.annotate(device=device):
             running += [client.submit(behind_the_gate, key=f"short-{device}-{n}") for n in range(3)]
@@ -133,14 +132,12 @@ def spread() -> list[SimulatedArray]:
 async def test_a_policy_is_given_what_each_device_has_and_lacks(client: Any, worker: Any) -> None:
     """Values on two devices, one spread over both, one on the host; one has a copy."""
     assert await client.gather(client.map(here, range(5))) == [3] * 5
-    with dask.annotate(device=0):
-        values = [client.submit(array, 10)]
+    values = [submit_on(client, 0, array, 10)]
     with dask.annotate(device=1):
         values += client.map(array, [20, 5])
     with dask.annotate(devices=[0, 1]):
         values.append(client.submit(spread))
-    with dask.annotate(device=2):
-        await client.submit(type, values[1])  # which leaves a copy there
+    await submit_on(client, 2, type, values[1])  # which leaves a copy there
     values.append(client.submit(int, 3))
     await wait(values)
     gate.clear()
