@@ -27,7 +27,6 @@ from dask_devctx.dask_internals import tasks
 from dask_devctx.dask_internals.tasks import DeviceThreadPoolExecutor, send_next_task_to
 from dask_devctx.errors import DevctxError, DeviceFailedError
 from dask_devctx.scheduler.rows import DEVICE
-from dask_devctx.transfer import walk
 from dask_devctx.worker.comms import in_place_of_the_first
 from dask_devctx.worker.metrics.history import CLOCKS_DIFFER_S
 from dask_devctx.worker.placement.admission import share_units
@@ -108,7 +107,7 @@ class Runs:
             error = error.with_traceback(of_the_user(error))
             self._record.refused(ts, error)
             return Refused(ts.run_spec, error)
-        run.isolated, run.not_again = isolated, not_again
+        run.isolated, run.not_again, run.theirs = isolated, not_again, theirs
         OF_THIS_TASK.set(run.known)  # in the context of this execution, which its thread gets
         if not (theirs or run.is_coro):
             run.anywhere = wanted is ANY_DEVICE and not isolated and ts.key not in self._actors
@@ -140,7 +139,6 @@ class Runs:
                 break
         by_user, *others = ts.priority
         run = DeviceRun(self, ts, devices, (by_user, int(last), *others))
-        run.may_hold_arrays = walk.few(run.task, walk.AT_MOST) != []
         if not wanted.plain:
             run.is_plain = False
             run.share = share_units(placement.share_of(wanted, devices[0]))

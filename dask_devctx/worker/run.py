@@ -16,6 +16,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.on_device import known_as_the_tasks
 from dask_devctx.cuda.scope import Restored, is_any_current
 from dask_devctx.dask_internals.tasks import TaskStandIn
+from dask_devctx.transfer import walk
 from dask_devctx.worker.guard import Guard
 from dask_devctx.worker.placement.admission import Claim
 from dask_devctx.worker.tracebacks import BeginsWithTheTask, begins_with_the_task
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 # NVTX ranges have the keys of tasks; Nsight Systems shows them on the devices' threads.
 _DOMAIN: Final = "dask"
-_NOTHING: Final = nullcontext()
 
 
 class Refused(TaskStandIn):
@@ -54,7 +54,7 @@ class _Run(TaskStandIn):
 
     devices: tuple[Device, ...] = ()
     known: Device | tuple[Device, ...] = ()  # the answer of task_devices() inside
-    prefix = ""
+    theirs = False  # whether it runs on an executor of the user's own
     inputs_s = memory_s = 0.0
     room: Mapping[Device, int] = {}  # the bytes that it has reserved for its result
     runs: Runs
@@ -76,7 +76,7 @@ class _Run(TaskStandIn):
             return use.returned(await use.task(use.data))
 
     def __reduce__(self) -> Any:
-        scope = self.devices[0] if self.devices else _NOTHING
+        scope = self.devices[0] if self.devices else nullcontext()
         return functools.partial, (_run_elsewhere, self.task, scope, self.known)
 
 
@@ -93,7 +93,6 @@ class DeviceRun(_Run, Claim, Guard):
     is_plain = True  # it takes one slot, and none as a coroutine or on threads of the user's
     queued = True
     not_again = ""
-    may_hold_arrays = False  # the task itself, beside its inputs
 
     def __init__(
         self, runs: Runs, ts: Any, devices: tuple[Device, ...], priority: tuple[Any, ...]
@@ -107,6 +106,7 @@ class DeviceRun(_Run, Claim, Guard):
         self.monitor = runs.monitor
         self.ts = ts
         self.task = ts.run_spec
+        self.may_hold_arrays = walk.few(self.task, walk.AT_MOST) != []  # beside its inputs
         self.is_coro = self.task.is_coro
         self.prefix = ts.prefix
         self.known = devices[0] if len(devices) == 1 else devices
@@ -148,7 +148,7 @@ class HostRun(_Run, BeginsWithTheTask):
         self.key = ts.key
         self.task = ts.run_spec
         self.is_coro = self.task.is_coro
-        self.theirs = theirs  # it runs on an executor of the user's own
+        self.theirs = theirs
 
     def __call__(self, data: Any = ()) -> Any:
         if self.is_coro:

@@ -164,8 +164,7 @@ async def test_nobody_waits_for_a_watched_task_that_was_cancelled_before_its_tur
             cancelled = client.submit(function, 2, key="cancelled")
         await async_poll_for(lambda: calls.turns, timeout=10)
         await cancelled.cancel()
-        with dask.annotate(device=2):
-            assert await asyncio.wait_for(client.submit(double, 1).result(), 10) == 2
+        assert await asyncio.wait_for(submit_on(client, 2, double, 1).result(), 10) == 2
         assert not long.done()
     finally:
         _go_on.set()

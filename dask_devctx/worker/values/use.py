@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.cuda.on_device import OF_THIS_TASK
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.dask_internals.tasks import NODE_PARTS
 from dask_devctx.errors import DevctxError
@@ -51,7 +52,6 @@ class Use:
             self.wanted = run.nbytes or spill.expected.get(run.prefix, 0)
             if run.attempts:
                 run.memory_s = perf_counter() - run.began_at  # for the attempt before
-                spill.reserve(run, {})
         if data:
             self.data = {}
             for one, value in data.items():
@@ -72,9 +72,11 @@ class Use:
                 value = self.away[-1]
                 self.data[value.key] = spill.pin(value, device)
                 self._pinned[value.key] = self.away.pop()
-            for one in self._devices[: None if self._run.nbytes else 1] if self.wanted else ():
-                self._run.room = {**self._run.room, one: self.wanted}
-                spill.make_room(one, self.wanted)
+            if self.wanted:
+                devices = self._devices if self._run.nbytes else self._devices[:1]
+                spill.reserve(self._run, dict.fromkeys(devices, self.wanted))
+                for one in devices:
+                    spill.make_room(one, 0)
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -89,6 +91,8 @@ class Use:
 
     def __enter__(self) -> Self:
         try:
+            if self._run.theirs:  # dask gives its context to known kinds of executors only
+                OF_THIS_TASK.set(self._run.known)
             if self._devices and self._store.moves_inputs:
                 if self._run.may_hold_arrays:
                     found = nbytes_by_device.found_in(self.task)[0]

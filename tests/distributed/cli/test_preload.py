@@ -13,7 +13,7 @@ from distributed import Client, LocalCluster, get_worker
 from dask_devctx import Device, DeviceNotFoundError
 from dask_devctx.driver.simulated import SimulatedMachine
 from tests.distributed.commands import Command, dask_command
-from tests.distributed.devices import workers_of
+from tests.distributed.devices import submit_on, workers_of
 
 WORKER = ("worker", "--no-dashboard", "--nthreads", "4", "--preload", "dask_devctx")
 
@@ -56,8 +56,7 @@ def test_several_hosts(address: str) -> None:
         client.wait_for_workers(2, timeout=30)
         for host in ("a", "b"):
             for ordinal, uuid in enumerate(uuids(host)):
-                with dask.annotate(device=uuid):
-                    future = client.submit(where, pure=False)
+                future = submit_on(client, uuid, where, pure=False)
                 assert future.result(timeout=10) == (host, uuid, ordinal)
         with dask.annotate(device=2):  # an ordinal is any host's
             name, uuid, ordinal = client.submit(where, pure=False).result(timeout=10)
@@ -82,8 +81,7 @@ def test_workers_of_a_machine_share_it_out(address: str) -> None:
         client.wait_for_workers(2, timeout=30)
         names = []
         for ordinal in range(4):
-            with dask.annotate(device=ordinal):
-                name, _, found = client.submit(where, pure=False).result(timeout=10)
+            name, _, found = submit_on(client, ordinal, where, pure=False).result(timeout=10)
             assert found == ordinal
             names.append(name)
         assert names[0] == names[1] != names[2] == names[3]
@@ -120,8 +118,7 @@ def test_preloaded_from_the_configuration(processes: bool) -> None:
         assert "devctx-routing" in cluster.scheduler.plugins
         seen = set()
         for uuid in [device.uuid for device in map(Device, range(4))]:
-            with dask.annotate(device=uuid):
-                name, found, _ = client.submit(where, pure=False).result(timeout=10)
+            name, found, _ = submit_on(client, uuid, where, pure=False).result(timeout=10)
             assert found == uuid
             seen.add(name)
         assert len(seen) == 4

@@ -27,7 +27,7 @@ from dask_devctx.annotations import mistaken
 from dask_devctx.dask_internals.scheduler import moved_to_idle, restrict, restrictions
 from dask_devctx.scheduler import routing
 from dask_devctx.scheduler.messages import ANNOUNCE, PROTOCOL
-from tests.distributed.devices import on_cluster, started, uuid_here, worker_with
+from tests.distributed.devices import on_cluster, started, submit_on, uuid_here, worker_with
 
 
 def worker_and_device() -> tuple[str, int]:
@@ -46,8 +46,7 @@ def holder(cluster: LocalCluster, ordinal: int) -> Worker:
 
 
 def run_on(client: Client, device: Any, fn: Any = uuid_here, **how: Any) -> Any:
-    with dask.annotate(device=device):
-        return client.submit(fn, pure=False, **how)
+    return submit_on(client, device, fn, pure=False, **how)
 
 
 def test_every_name_reaches_its_holder(client: Client) -> None:
@@ -121,8 +120,7 @@ def test_registering_on_a_live_cluster_brings_the_routing() -> None:
         assert "devctx-routing" not in cluster.scheduler.plugins
         go = Event("go")
         first = client.submit(go.wait, pure=False)
-        with dask.annotate(device=3):
-            there_already = client.submit(uuid_here, first)
+        there_already = submit_on(client, 3, uuid_here, first)
         client.register_plugin(DevicePlugin(devices_per_worker=2))
         go.set()
         assert there_already.result(timeout=10) == Device(3).uuid
@@ -254,8 +252,7 @@ async def test_a_worker_of_another_version_is_refused(
                 assert "Install the same version" in answer
                 assert answer in log.getvalue()
     for ordinal in range(4):  # all is well
-        with dask.annotate(device=ordinal):
-            assert await client.submit(uuid_here, pure=False) == Device(ordinal).uuid
+        assert await submit_on(client, ordinal, uuid_here, pure=False) == Device(ordinal).uuid
     with dask.annotate(device=uuid), pytest.raises(DeviceNotFoundError):
         await client.submit(uuid_here, pure=False)
 

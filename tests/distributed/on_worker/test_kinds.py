@@ -19,7 +19,7 @@ from distributed import Event, Reschedule
 from distributed.utils_test import async_poll_for, wait_for_state
 from distributed.worker_state_machine import ComputeTaskEvent, FreeKeysEvent
 
-from dask_devctx import Device, SimulatedArray, device_of, on_device
+from dask_devctx import Device, SimulatedArray, device_of, on_device, task_devices
 from dask_devctx.driver.simulated import SimulatedMachine
 from tests.distributed.devices import blocks, current_context, here, submit_on, with_plugin
 
@@ -242,22 +242,30 @@ async def test_p2p_shuffle(client: Any, machine: SimulatedMachine) -> None:
     assert {gpu.index for gpu in machine.gpus if gpu.primary is not None} == {1}
 
 
+class Pool(ThreadPoolExecutor):
+    """One whose kind dask does not know by its name."""
+
+
 @with_plugin()
 async def test_the_users_own_executors(client: Any, worker: Any) -> None:
     def where() -> Any:
+        assert task_devices() == (Device.current(),)
         return here(), threading.current_thread().name.partition("_")[0]
 
     with (
         ThreadPoolExecutor(1, thread_name_prefix="mine") as threads,
+        Pool(1, thread_name_prefix="pool") as pool,
         ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as processes,
     ):
-        worker.executors.update(mine=threads, processes=processes)
+        worker.executors.update(mine=threads, processes=processes, pool=pool)
         try:
             with Device(0):
                 x = make()
             with dask.annotate(device=3, executor="mine"):
                 assert await client.submit(where) == (3, "mine")
                 assert await client.submit(SimulatedArray.sum, x) == 10.0
+            with dask.annotate(device=3, executor="pool"):
+                assert await client.submit(where, pure=False) == (3, "pool")
             with dask.annotate(device=2, executor="processes"):
                 assert await client.submit(here) == 2
             with dask.annotate(executor="processes"):
@@ -268,7 +276,7 @@ async def test_the_users_own_executors(client: Any, worker: Any) -> None:
                 error = await client.submit(here, pure=False).exception()
             assert "Invalid executor" in str(error)
         finally:
-            del worker.executors["mine"], worker.executors["processes"]
+            del worker.executors["mine"], worker.executors["processes"], worker.executors["pool"]
 
 
 @with_plugin(unannotated="leave")
