@@ -249,7 +249,7 @@ class Guard(Call):
                     if statuses.failed(found.code):
                         outcome = self._blamed(device, found, outcome or found)  # type: ignore[arg-type]
                         break
-                    outcome = outcome or found
+                    outcome = found if outcome is None else outcome
         except BaseException as found:
             outcome = found
         if not self.is_coro:
