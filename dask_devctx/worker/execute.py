@@ -90,25 +90,26 @@ class Runs:
         try:
             isolated, not_again = _conditions(annotations) if annotations else (0, "")
             wanted = requested_device(annotations, self._unannotated, ts.run_spec)
-            if wanted is HOST_ONLY:
-                if not self.placement.devices:
-                    return None
-                OF_THIS_TASK.set(HostRun.known)
-                return HostRun(self, ts, theirs=theirs)
+            if wanted is HOST_ONLY and not self.placement.devices:
+                return None
             if theirs and not wanted.plain:
                 raise DevctxError(
                     "a task with the annotation devices, device_share or device_memory runs on the "
                     "threads of its devices: leave out the annotation 'executor', or name one "
                     "device with dask.annotate(device=1)"
                 )
-            run = self._on_devices(ts, wanted)
+            run: HostRun | DeviceRun
+            run = HostRun(self, ts) if wanted is HOST_ONLY else self._on_devices(ts, wanted)
         except Exception as error:
             # Of the traceback, only the lines of a policy or of an annotation help the user.
             error = error.with_traceback(of_the_user(error))
             self._record.refused(ts, error)
             return Refused(ts.run_spec, error)
-        run.isolated, run.not_again, run.theirs = isolated, not_again, theirs
+        run.theirs = theirs
         OF_THIS_TASK.set(run.known)  # in the context of this execution, which its thread gets
+        if isinstance(run, HostRun):
+            return run
+        run.isolated, run.not_again = isolated, not_again
         if not (theirs or run.is_coro):
             run.anywhere = wanted is ANY_DEVICE and not isolated and ts.key not in self._actors
             send_next_task_to(self._pools[run.devices[0]], run)

@@ -143,12 +143,11 @@ class HostRun(_Run, BeginsWithTheTask):
     So a task whose inputs are on devices has ``runs.landing``, unless the worker uses the first.
     """
 
-    def __init__(self, runs: Runs, ts: Any, *, theirs: bool) -> None:
+    def __init__(self, runs: Runs, ts: Any) -> None:
         self.runs = runs
         self.key = ts.key
         self.task = ts.run_spec
         self.is_coro = self.task.is_coro
-        self.theirs = theirs
 
     def __call__(self, data: Any = ()) -> Any:
         if self.is_coro:
