@@ -64,7 +64,7 @@ def torch_stream(ordinal: int) -> int:
     return torch._C._cuda_getCurrentRawStream(ordinal) or LEGACY_STREAM
 
 
-def numba_stream(ordinal: int = 0) -> int:
+def numba_stream(ordinal: int) -> int:
     """Return the stream of Numba's launches that name none."""
     config = getattr(sys.modules.get("numba"), "config", None)
     per_thread = getattr(config, "CUDA_PER_THREAD_DEFAULT_STREAM", 0)

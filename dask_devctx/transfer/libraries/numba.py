@@ -65,7 +65,8 @@ def _to_device(array: Any, device: Device) -> Any:
         raise TypeError("a reversed view of a Numba array does not move: copy it in its task first")
     # A strided array keeps its strides, so its gaps travel, too: another copy takes a kernel.
     moved, nbytes = _empty(array.shape, array.dtype, device, array.strides), _extent(array)
-    copy_bytes(_address(moved), device, _address(array), source, nbytes, numba_stream())
+    stream = numba_stream(device.device_id)
+    copy_bytes(_address(moved), device, _address(array), source, nbytes, stream)
     return moved
 
 
