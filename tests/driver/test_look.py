@@ -67,7 +67,7 @@ def test_a_look_marks_the_work_once_what_was_marked_is_done(look: Looks) -> None
     for status in "NOT_SUPPORTED", "STREAM_CAPTURE_UNSUPPORTED", "ILLEGAL_ADDRESS":
         look.fail("cuCtxRecordEvent", status)
         assert look("look", mark=True)[1] == ["cuEventQuery", "cuCtxRecordEvent", "cuMemFree"]
-        # The next event is of the context of now: the device may have been reset.
+        # The device may have been reset: the next event is one of its present context.
         assert look("look", mark=True)[1] == ["cuCtxGetId", "cuCtxRecordEvent"]
     assert look("look", mark=False)[1] == ["cuEventQuery"]
     assert look("look", mark=False)[1] == ["cuMemFree"]
