@@ -236,8 +236,7 @@ class Rechunks:
             _copy(pieces, addresses, pointer, device, on_host, after)
         finally:
             for value in pinned:
-                spill: Any = value.spill
-                spill.unpin([value])
+                value.spill.unpin([value])
 
     def _from(
         self,
@@ -277,13 +276,12 @@ def _source(
 ) -> tuple[int, Device | None, Any]:
     """Return a block's address, its device, and what keeps it; it is pinned, or in host memory."""
     value = block.value
-    spill: Any = value.spill
-    while (whole := spill.pin_if_here(value)) is AWAY:
+    while (whole := value.spill.pin_if_here(value)) is AWAY:
         if (form := value.form) is None:  # it is restored just now
             continue
         if (address := block.in_form(form)) is not None:
             return address, None, form
-        whole = spill.pin(value, device)
+        whole = value.spill.pin(value, device)
         break
     pinned.append(value)
     return library.pointer(whole), next(iter(value.nbytes)), whole

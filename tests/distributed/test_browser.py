@@ -15,7 +15,7 @@ import pytest
 from distributed import Client, wait
 
 from dask_devctx.simulated_array import SimulatedArray
-from tests.distributed.devices import started
+from tests.distributed.devices import started, submit_on
 
 
 @contextmanager
@@ -86,8 +86,7 @@ def fails() -> None:
 def run_job(client: Client, name: str) -> list[Any]:
     values = []
     for device in range(4):
-        with dask.annotate(device=device):
-            values.append(client.submit(make, 2, key=f"make-{name}-{device}"))
+        values.append(submit_on(client, device, make, 2, key=f"make-{name}-{device}"))
     sums = []
     for device in range(4):
         with dask.annotate(device=device):

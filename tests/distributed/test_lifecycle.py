@@ -91,9 +91,8 @@ async def test_unregistering_while_tasks_run(client: Any, worker: Any) -> None:
         call = actor.blocks("actor")
         plain = client.submit(blocks, "plain")
         queued = client.submit(here, "queued")  # behind it on its device's only thread
-    with dask.annotate(device=2):
-        inside = client.submit(blocks_in_a_client, "inside")
-        coroutine = client.submit(blocks_in_a_coroutine, "coroutine")
+    inside = submit_on(client, 2, blocks_in_a_client, "inside")
+    coroutine = submit_on(client, 2, blocks_in_a_coroutine, "coroutine")
     for name in ("plain", "inside", "coroutine", "actor"):
         await Event(f"{name}-started", client).wait()
     await client.unregister_worker_plugin("devctx")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import dask
 import pytest
 from distributed import Client
 
 from dask_devctx import LocalDeviceCluster, VisibleDevicesError, driver, on_device, report, timeline
 from dask_devctx.driver.simulated import SimulatedMachine
-from tests.distributed.devices import here, started
+from tests.distributed.devices import here, started, submit_on
 from tests.python import python
 
 
@@ -29,8 +28,7 @@ def test_a_script_without_a_guard(tmp_path: Path) -> None:
 def test_the_remedy_for_an_item_on_each_device_works() -> None:
     with started() as client:
         names = {"client": client, "function": here, "items": "ab", "on_device": on_device}
-        with dask.annotate(device=[1, 0]):
-            error = client.submit(here, 0, pure=False).exception()
+        error = submit_on(client, [1, 0], here, 0, pure=False).exception()
         remedy = re.search(r"\[client\.submit\(.*\]$", str(error))
         assert remedy is not None, str(error)
         assert client.gather(eval(remedy[0], names)) == [1, 0]
@@ -44,8 +42,7 @@ def test_a_report_and_a_timeline_of_something_else(tmp_path) -> None:
         LocalDeviceCluster(processes=False, dashboard_address=":0") as cluster,
         Client(cluster, set_as_default=False) as client,
     ):
-        with dask.annotate(device=1):
-            client.submit(here, 0, key="one-1").result()
+        submit_on(client, 1, here, 0, key="one-1").result()
         assert [(task.key, task.device_id) for task in report(cluster)] == [("one-1", 1)]
         path = str(tmp_path / "x.json")
         with pytest.raises(TypeError, match=r"timeline takes a client.*timeline\(Client\(cluster"):

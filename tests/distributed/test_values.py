@@ -124,9 +124,8 @@ _SENT = [
 def test_each_type_is_used_on_every_device_and_stays_where_it_was(shape: str) -> None:
     async def body(client: Any, *workers: Any) -> None:
         for kind in sorted(CONTAINERS) if len(workers) == 1 else _SENT:
-            with dask.annotate(device=0):
-                made = client.submit(around, kind, pure=False)
-                before = await client.submit(see, made, pure=False)
+            made = submit_on(client, 0, around, kind, pure=False)
+            before = await submit_on(client, 0, see, made, pure=False)
             for device in (1, 2, 3, 1):
                 found, at = await submit_on(client, device, see, made, pure=False)
                 assert at == {device}, kind
@@ -140,9 +139,8 @@ def test_each_type_is_used_on_every_device_and_stays_where_it_was(shape: str) ->
 async def test_one_that_cannot_be_moved_fails_the_task_that_needs_it_elsewhere(
     client: Any, worker: Any
 ) -> None:
-    with dask.annotate(device=0):
-        made = client.submit(lambda: [EndsSomething(make())], pure=False)
-        assert await client.submit(where, made, pure=False) == {0}
+    made = submit_on(client, 0, lambda: [EndsSomething(make())], pure=False)
+    assert await submit_on(client, 0, where, made, pure=False) == {0}
     with dask.annotate(device=1):
         failed = client.submit(where, made, pure=False)
         with pytest.raises(DevctxError, match="EndsSomething"):

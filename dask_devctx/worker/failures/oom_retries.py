@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import threading
+import time
 from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
@@ -31,6 +32,9 @@ _REMEDIES: Final = {  # by the first word of a task's key; "" for a method of an
     "finalize": "x.map_blocks(lambda block: block.get()).compute() joins an array on the host",
     "rechunk": "x.rechunk(..., block_size_limit=1) joins no blocks on the way",
 }
+
+# Other threads that have just stored a value, or spilled it, let go of it meanwhile.
+_LET_GO_S: Final = 0.005
 
 
 class Retries:
@@ -81,6 +85,7 @@ class Retries:
         """Free all that is not in use on a device that a task has for itself."""
         self.store.spill.wait_for_all(device)
         self._free(device)
+        time.sleep(_LET_GO_S)
 
     def _free(self, device: Device) -> None:
         """Free all memory of a device that is not in use."""

@@ -83,13 +83,11 @@ class Copies:
     def make_ahead(self, values: Iterable[Value], device: Device, *others: Device) -> None:
         """Begin to copy a task's inputs while it waits, as far as there is room on its device."""
         here = {device, *others}
-        far = []
         for value in values:
             near = device in value.copies or value.nbytes.keys() <= here
+            # Do not wake the thread for nothing: it takes the GIL from other threads.
             if value.value is AWAY or not near:
-                far.append(value)
-        if far:  # do not wake the thread for nothing: it takes the GIL from other threads
-            self._later.put(partial(self._make_ahead, far, device))
+                self._later.put(partial(self._make_ahead, value, device))
 
     def drop_later(self, value: Value) -> None:
         """Drop a value's copies: freeing memory, and the lock, would delay the event loop."""
@@ -100,18 +98,17 @@ class Copies:
             do()
             del do  # keep no values while the thread waits
 
-    def _make_ahead(self, far: Iterable[Value], device: Device) -> None:
-        for value in far:
-            with self.ahead:
-                if not self._open or value.released or self._holds_back(device):
-                    continue
-                try:
-                    with value.spill.pinned(value, device) as whole:
-                        nbytes = sum(value.nbytes.values()) - value.nbytes.get(device, 0)
-                        if nbytes and self.there[device].nbytes + nbytes <= self._most(device):
-                            self.get(value, whole, device, ahead=True)
-                except Exception:  # the task tries again, and fails with this error if it remains
-                    logger.debug("%r was not copied ahead to %s", value.key, device, exc_info=True)
+    def _make_ahead(self, value: Value, device: Device) -> None:
+        with self.ahead:
+            if not self._open or value.released or self._holds_back(device):
+                return
+            try:
+                with value.spill.pinned(value, device) as whole:
+                    nbytes = sum(value.nbytes.values()) - value.nbytes.get(device, 0)
+                    if nbytes and self.there[device].nbytes + nbytes <= self._most(device):
+                        self.get(value, whole, device, ahead=True)
+            except Exception:  # the task tries again, and fails with this error if it remains
+                logger.debug("%r was not copied ahead to %s", value.key, device, exc_info=True)
 
     def _most(self, device: Device) -> int:
         return int(self.limit * device.memory_info.total)

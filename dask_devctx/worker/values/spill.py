@@ -48,8 +48,9 @@ _LOOK_S: Final = 0.5
 _STUCK_S: Final = 0.05
 # A device that a value cannot leave is named in the log so often.
 _WARN_EVERY_S: Final = 30.0
-# A busy event loop may take so long to store a result.
-_HANDED_S: Final = 1.0
+# A busy event loop may take so many looks to store a result: not so many seconds, as a collection
+# of garbage stops all threads.
+_LOOKS: Final = 500
 _POLL_S: Final = 0.002
 # The fraction of a worker's host memory that may be page-locked.
 _PAGE_LOCKED: Final = 0.4
@@ -385,7 +386,6 @@ class Spill:
                     value.nbytes, value.stamp = nbytes, stamp
                     value.pins += 1
                     value.value = whole  # last: a task may see it now
-                    assert value.spill is not None
                     value.spill.accounts.count(value, under)
                     if not _stays_right(whole):
                         value.form = None
@@ -440,9 +440,9 @@ class Spill:
     def wait_for_all(self, device: Device) -> None:
         """Wait for the copy ahead that is under way; a moment for results, readers and staging."""
         staging = self.stagings.get(device)
-        with self.copies.ahead:  # readers: a P2P rechunk's for other workers, too
-            until = monotonic() + _HANDED_S
-        while monotonic() < until:
+        with self.copies.ahead:
+            pass
+        for _ in range(_LOOKS):  # readers: a P2P rechunk's for other workers, too
             with self.lock:
                 self.accounts.settle()
                 account = self.accounts[device]

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import dask
 import psutil
 import pytest
 from click.testing import CliRunner, Result
@@ -25,7 +24,7 @@ from dask_devctx.cli import devctx
 from dask_devctx.cli.worker import option_names, worker
 from dask_devctx.config.options import OPTION_NAMES
 from tests.distributed.commands import dask_command
-from tests.distributed.devices import acquire, here
+from tests.distributed.devices import acquire, here, submit_on
 
 installed = pytest.mark.skipif(
     not entry_points(group="dask_cli", name="devctx"),
@@ -175,8 +174,7 @@ def test_workers_run_and_end(scheduler: LocalCluster) -> None:
         assert [name for name, _, _ in found] == ["gpu-0", "gpu-1"]
         assert sorted(used for _, used, _ in found) == [[1], [3]]
         assert {nthreads for _, _, nthreads in found} == {8}
-        with dask.annotate(device=3):
-            assert client.submit(here, pure=False).result(timeout=30) == 3
+        assert submit_on(client, 3, here, pure=False).result(timeout=30) == 3
         children = psutil.Process(workers.process.pid).children(recursive=True)
         assert len(children) >= 2
         workers.process.send_signal(signal.SIGINT)  # Ctrl-C

@@ -12,7 +12,7 @@ from distributed import Client
 from distributed.utils_test import async_poll_for
 
 from dask_devctx import DeviceNotFoundError, DevicePlugin, SimulatedArray, on_device
-from tests.distributed.devices import here, on_cluster, with_plugin
+from tests.distributed.devices import here, on_cluster, submit_on, with_plugin
 
 
 def slow_where(number: int) -> tuple[int | None, str]:
@@ -27,8 +27,7 @@ async def test_a_function_that_carries_its_device(client: Any) -> None:
     for where, name in await client.gather(client.map(on_device(1)(slow_where), range(6))):
         assert where == 1
         assert name.startswith("devctx-cuda:1-")
-    with dask.annotate(device=0):
-        there = client.submit(lambda: SimulatedArray((10,)))
+    there = submit_on(client, 0, lambda: SimulatedArray((10,)))
     assert await client.submit(on_device(2)(lambda x: (x + 1).device.device_id), there) == 2
     with dask.annotate(device=3):  # the annotation wins, until the function is called
         where, name = await client.submit(on_device(1)(slow_where), 7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import time
 from collections.abc import Iterator
@@ -136,6 +137,32 @@ def test_two_tasks_that_run_out_of_memory_do_not_wait_for_each_other() -> None:
         futures = client.map(half, range(2), pure=False)
         assert client.gather(futures) == [1, 1]
         assert len(tried) > 2
+
+
+def result(n: int) -> SimulatedArray:
+    tried.append(n)
+    assert begun.wait(20)
+    return SimulatedArray(7 * MIB // 64)
+
+
+def stop() -> None:
+    """Let the event loop stand still, and then all threads, as for a collection of garbage."""
+    begun.set()
+    assert peers.until(lambda: len(tried) == 2, 20)
+    time.sleep(0.2)
+    ctypes.PyDLL(None).usleep(1_500_000)
+
+
+def test_the_last_attempt_waits_for_results_that_the_event_loop_is_about_to_store() -> None:
+    tried.clear()
+    begun.clear()
+    with threads(1 * MIB, 1) as client:
+        (worker,) = client.cluster.workers.values()
+        made = client.map(result, range(2), pure=False)
+        assert peers.until(lambda: len(worker.state.executing) == 2, 20)
+        worker.loop.add_callback(stop)
+        assert client.gather(client.map(lambda x: x.size, made)) == [7 * MIB // 64] * 2
+        assert len(tried) == 3
 
 
 def test_the_error_has_the_numbers() -> None:

@@ -27,7 +27,7 @@ from dask_devctx import (
 )
 from dask_devctx.client import layout
 from dask_devctx.config.options import OPTION_NAMES, Options
-from tests.distributed.devices import acquire, here, of_worker, started, workers_of
+from tests.distributed.devices import acquire, here, of_worker, started, submit_on, workers_of
 
 QUIET: dict[str, Any] = {"processes": False, "dashboard_address": ":0"}
 
@@ -114,8 +114,7 @@ def test_asynchronously(monkeypatch: pytest.MonkeyPatch) -> None:
             Client(cluster, asynchronous=True) as client,
         ):
             assert ordinals(cluster) == [[0, 1], [2, 3]]
-            with dask.annotate(device=3):
-                assert await client.submit(here, pure=False) == 3
+            assert await submit_on(client, 3, here, pure=False) == 3
         share = acquire(devices(), 1, holder="somebody")
         monkeypatch.setattr(layout, "held_devices", lambda devices, **how: {})
         cluster = LocalDeviceCluster(n_workers=4, asynchronous=True, **QUIET)

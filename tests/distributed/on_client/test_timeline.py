@@ -15,7 +15,7 @@ from dask_devctx import report, timeline
 from dask_devctx.client.timeline import Stretch, trace
 from dask_devctx.scheduler.history import KnownWorker
 from dask_devctx.scheduler.rows import Copy, TaskRun
-from tests.distributed.devices import fail, nap, started
+from tests.distributed.devices import fail, nap, started, submit_on
 from tests.distributed.traces import assert_equal, check, checked, lanes, slices
 
 
@@ -29,10 +29,8 @@ def run_some(client: Client) -> None:
     made = client.map(nap, [0.02 + n / 1e5 for n in range(12)], pure=False)
     wait(made)
     client.gather(client.map(nap, [0.01] * 12, made[::-1], [made[0]] * 12, pure=False))
-    with dask.annotate(device=3):
-        assert isinstance(client.submit(fail, key="fail-1").exception(), ZeroDivisionError)
-    with dask.annotate(device=None):
-        client.submit(sum, [1, 2], key="host-1").result()
+    assert isinstance(submit_on(client, 3, fail, key="fail-1").exception(), ZeroDivisionError)
+    submit_on(client, None, sum, [1, 2], key="host-1").result()
 
 
 def test_every_task_and_copy_of_the_report_is_in_it(client: Client, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from dask_devctx import Device, DevicePlugin, device_of
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.simulated_array import SimulatedArray
 from dask_devctx.worker.values.host_form import send_as_host_forms
-from tests.distributed.devices import current_context, here, on_cluster, with_plugin
+from tests.distributed.devices import current_context, here, on_cluster, submit_on, with_plugin
 
 packed: list[int | None] = []
 
@@ -64,8 +64,7 @@ async def fails_later() -> None:
 @with_plugin(4, devices=[2])
 async def test_coroutines_that_are_for_no_device_see_none(client: Any, worker: Worker) -> None:
     for device in (None, "none"):
-        with dask.annotate(device=device):
-            assert await client.submit(coroutine, pure=False) == {None}
+        assert await submit_on(client, device, coroutine, pure=False) == {None}
     assert await client.submit(coroutine, pure=False) == {2}
     assert await client.run(coroutine) == {worker.address: {2}}
     with dask.annotate(device=None):
@@ -87,9 +86,10 @@ async def test_values_are_unpacked_on_the_workers_device(
 ) -> None:
     [seen] = await client.scatter([Seen(bytes(nbytes))])
     assert worker.data[seen.key].unpacked_on == 2
-    with dask.annotate(device="none"):
-        assert await client.submit(unpacked_on, seen) == 2
-        assert await client.submit(unpacked_on, Seen(), pure=False) == 2  # in the task itself
+    assert await submit_on(client, "none", unpacked_on, seen) == 2
+    assert (
+        await submit_on(client, "none", unpacked_on, Seen(), pure=False) == 2
+    )  # in the task itself
     await client.scatter({"x": SimulatedArray.asarray(np.ones(3))}, hash=False)
     assert device_of(worker.data["x"]) is Device(2)
     packed.clear()
@@ -106,8 +106,7 @@ def array(nbytes: int) -> SimulatedArray:
 async def test_a_connection_that_broke_keeps_no_value(
     client: Any, worker: Worker, machine: SimulatedMachine
 ) -> None:
-    with dask.annotate(device=0):
-        x = client.submit(array, 1000)
+    x = submit_on(client, 0, array, 1000)
     await x
     comm = await connect(worker.address)
     await comm.write({"op": "get_data", "keys": [x.key], "who": None, "reply": True})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import dask
 import distributed.system
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from distributed import Client, Worker, wait
 
 from dask_devctx import Device, DevicePlugin, SimulatedArray
 from dask_devctx.driver.simulated import SimulatedMachine
-from tests.distributed.devices import on_cluster, started, workers_of
+from tests.distributed.devices import on_cluster, started, submit_on, workers_of
 
 MIB = 2**20
 
@@ -64,14 +63,12 @@ def test_what_is_written_to_disk_waits_for_the_work_that_makes_it(
     async def body(client: Client, worker: Worker) -> None:
         machine.faults.inject("cuStreamWaitEvent", None, when=note)
         machine.faults.inject("cuEventQuery", CUresult.CUDA_ERROR_NOT_READY, times=10**6)
-        with dask.annotate(device=1):
-            x = client.submit(lambda: [on_a_device(1), np.full(MIB, 1.0)], pure=False)
+        x = submit_on(client, 1, lambda: [on_a_device(1), np.full(MIB, 1.0)], pure=False)
         await wait([x])
         assert x.key in worker.data.disk
         assert set(waits) == {1}
         machine.faults.clear()
-        with dask.annotate(device=2):
-            assert await client.submit(lambda both: total(both[0]), x, pure=False) == MIB / 8
+        assert await submit_on(client, 2, lambda both: total(both[0]), x, pure=False) == MIB / 8
 
     body()
 

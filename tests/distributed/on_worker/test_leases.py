@@ -15,7 +15,7 @@ from distributed.utils_test import poll_for
 from dask_devctx import DevicePlugin, DevicesInUseError, devices, driver
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.worker.leases.locks import held_devices
-from tests.distributed.devices import Lease, acquire, here, of_worker, on_cluster
+from tests.distributed.devices import Lease, acquire, here, of_worker, on_cluster, submit_on
 
 QUIET: dict[str, Any] = {"dashboard_address": ":0", "threads_per_worker": 4}
 OTHER = "worker 1 of tcp://127.0.0.1:1"
@@ -64,8 +64,7 @@ def test_workers_with_a_number_of_devices() -> None:
         poll_for(lambda: set(cluster.scheduler.workers) == there, timeout=60)
         (error,) = routing.refused.values()
         assert isinstance(error, DevicesInUseError)
-        with dask.annotate(device=3):
-            assert client.submit(here, pure=False).result() == 3
+        assert submit_on(client, 3, here, pure=False).result() == 3
     take(4).release()  # closing frees them
 
 

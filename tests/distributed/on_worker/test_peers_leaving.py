@@ -18,7 +18,7 @@ from distributed import Client, Worker, wait
 
 from dask_devctx import DevicePlugin, SimulatedArray, driver
 from tests.distributed import peers
-from tests.distributed.devices import on_cluster
+from tests.distributed.devices import on_cluster, submit_on
 
 ARRIVED = (1.0, True)
 
@@ -147,8 +147,7 @@ async def test_its_tasks_fail_with_the_reason_and_what_comes_with_it_arrives(
     with_bad = client.submit(lambda *values: len(values), *good, bad, workers=[b.address])
     without = client.submit(lambda *values: sum(values), *good, workers=[b.address])
     assert await without.result(timeout=20) == 45
-    with dask.annotate(device="none"):
-        on_host = client.submit(len, bad, workers=[c.address])
+    on_host = submit_on(client, "none", len, bad, workers=[c.address])
     for use in (with_bad, on_host, client.submit(len, bad, workers=[b.address])):
         with pytest.raises(error, match="no such thing here") as failed:
             await use.result(timeout=20)
@@ -237,8 +236,7 @@ def test_a_device_fails_while_a_value_comes_back_for_a_task_without_a_device() -
         here, key = workers[:1], made[0].key
         assert peers.until(lambda: client.run(peers.is_away, key, workers=here)[here[0]], 20)
         client.run(peers.fail_for_good, "cuMemAlloc", 700, workers=workers[:1])
-        with dask.annotate(device="none"):
-            use = client.submit(peers.last_on_the_host, made[0], **there)
+        use = submit_on(client, "none", peers.last_on_the_host, made[0], **there)
         assert use.result(timeout=60) == 1.0
         assert workers[0] not in client.run(os.getpid, on_error="ignore")
         assert workers[1] in client.run(os.getpid, on_error="ignore")

@@ -92,13 +92,11 @@ def behind_the_gate(*_: object) -> int | None:
 @with_plugin(32)
 async def test_durations_are_known_by_prefix(client: Any, worker: Any) -> None:
     gate.clear()
-    with dask.annotate(device=0):
-        await client.submit(time.sleep, 0.5, key="long-0")
-        running = [client.submit(behind_the_gate, key="long-1")]
+    await submit_on(client, 0, time.sleep, 0.5, key="long-0")
+    running = [submit_on(client, 0, behind_the_gate, key="long-1")]
     await submit_on(client, 1, time.sleep, 0.01, key="short-0")
-    for device in (1, 2, 3):
-        with dask.annotate(device=device):
-            running += [client.submit(behind_the_gate, key=f"short-{device}-{n}") for n in range(3)]
+    for device in 3 * (1, 2, 3):
+        running.append(submit_on(client, device, behind_the_gate, key=f"short-{len(running)}"))
     await async_poll_for(lambda: worker.state.executing_count == 10, timeout=10)
     # Nine short ones queue elsewhere, three a device, and still end before the long one.
     last = client.submit(behind_the_gate, key="short-last")

@@ -19,7 +19,7 @@ from distributed.utils_test import async_poll_for
 
 from dask_devctx import DevctxError, Device, DevicePlugin, SimulatedArray, device_of, task_devices
 from dask_devctx.worker.placement.policy import Candidate, choose_group
-from tests.distributed.devices import here, on_cluster, with_plugin
+from tests.distributed.devices import here, on_cluster, submit_on, with_plugin
 
 GIB = 2**30
 
@@ -174,9 +174,8 @@ async def test_a_task_without_a_device_has_none(client: Any) -> None:
         await asyncio.sleep(0)
         return task_devices()
 
-    with dask.annotate(device=None):
-        assert await client.submit(task_devices, key="function") == ()
-        assert await client.submit(coroutine, key="coroutine") == ()
+    assert await submit_on(client, None, task_devices, key="function") == ()
+    assert await submit_on(client, None, coroutine, key="coroutine") == ()
     await client.unregister_worker_plugin("devctx")
     assert isinstance(await client.submit(task_devices, key="later").exception(), RuntimeError)
 
@@ -325,8 +324,7 @@ def totals(arrays: Any) -> list[float]:
 async def test_inputs_stay_on_the_tasks_devices_or_come_to_the_first(client: Any) -> None:
     arrays = []
     for n in range(4):
-        with dask.annotate(device=n):
-            arrays.append(client.submit(array_on, n))
+        arrays.append(submit_on(client, n, array_on, n))
     with dask.annotate(devices=[2, 0]):
         assert await client.submit(homes, *arrays) == [0, 2, 2, 2]
         assert await client.submit(totals, arrays) == [0, 4, 8, 12]
@@ -339,9 +337,8 @@ async def test_a_value_on_several_devices(client: Any, worker: Any) -> None:
         assert await client.submit(homes_of, value, key="kept") == [1, 3]
     with dask.annotate(devices=[0, 3]):  # a part lives elsewhere: the value comes as a whole
         assert await client.submit(homes_of, value, key="moved") == [0, 0]
-    with dask.annotate(device=2):
-        assert await client.submit(homes_of, value, key="moved-to-one") == [2, 2]
-        assert await client.submit(totals, value, key="right") == [4, 12]
+    assert await submit_on(client, 2, homes_of, value, key="moved-to-one") == [2, 2]
+    assert await submit_on(client, 2, totals, value, key="right") == [4, 12]
     fetched = await value
     assert [one.tolist() for one in fetched] == [[1.0] * 4, [3.0] * 4]
     del value, fetched

@@ -17,7 +17,7 @@ from distributed.utils_test import async_poll_for, poll_for
 from dask_devctx import SimulatedArray
 from dask_devctx.worker.leases import registration
 from dask_devctx.worker.placement import balance
-from tests.distributed.devices import blocks, here, on_cluster, started, with_plugin
+from tests.distributed.devices import blocks, here, on_cluster, started, submit_on, with_plugin
 
 N = 8  # on four devices, of which each runs one task at a time
 Met = tuple[bool, int | None]
@@ -118,8 +118,7 @@ ended: set[int] = set()
 def ask(n: int, device: str) -> tuple[float, float]:
     """Wait for a task, and run out of memory unless ``n`` has ended; when it began and ended."""
     began = time.perf_counter()
-    with dask.annotate(device=device):
-        get_client().submit(time.sleep, 0.3, pure=False).result()
+    submit_on(get_client(), device, time.sleep, 0.3, pure=False).result()
     if n not in ended:
         ended.add(n)
         raise MemoryError("CUDA out of memory")
@@ -164,8 +163,7 @@ def test_late_tasks_run_on_idle_devices(n_workers: int) -> None:
     with started(n_workers=n_workers) as client:
         long = client.submit(Long.run)
         poll_for(lambda: Long.device is not None, timeout=20)
-        with dask.annotate(device=Long.device):
-            named = client.submit(here, pure=False)
+        named = submit_on(client, Long.device, here, pure=False)
         found = client.gather(client.map(here, range(32), pure=False))
         assert Long.device not in found
         assert not long.done()
