@@ -1,1 +1,1 @@
-"""The numbers and ranges of a worker's devices: counts, history, Prometheus."""
+"""The numbers of a worker's devices: counts, history, Prometheus."""
