@@ -27,6 +27,7 @@ from dask_devctx.worker.allocators import allocating
 from dask_devctx.worker.comms import landing_on
 from dask_devctx.worker.execute import Runs
 from dask_devctx.worker.failures.monitor import Monitor
+from dask_devctx.worker.garbage import short_collections
 from dask_devctx.worker.metrics.history import History
 from dask_devctx.worker.metrics.prometheus import exposed
 from dask_devctx.worker.metrics.record import Record
@@ -37,7 +38,6 @@ from dask_devctx.worker.placement.balance import giving_back
 from dask_devctx.worker.placement.placement import Placement
 from dask_devctx.worker.rechunks import Rechunks
 from dask_devctx.worker.threads.executors import device_threads, threads_without_a_device
-from dask_devctx.worker.garbage import short_collections
 from dask_devctx.worker.values.accounting import limit_nbytes
 from dask_devctx.worker.values.store import Store, storing
 
