@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 # The part of a device's memory for the pieces that all workers are asked for at once. While these
 # are used, the next are on their way.
-_PART: Final = 64
+_PART: Final = 1 / 64
 # The part of these for the first message, which a task waits for.
-_FIRST: Final = 16
+_FIRST: Final = 1 / 16
 
 
 class Arrived(NamedTuple):
@@ -133,7 +133,7 @@ class Rechunks:
         """Return what a worker was asked for, and ask it for pieces of the next blocks."""
         # With several devices, the next blocks may be made on another one: none is asked for.
         total = 0 if len(self._devices) > 1 else self._devices[0].info.total_memory or 0
-        enough = total // _PART // len(grid.addresses)
+        enough = int(total * _PART) // len(grid.addresses)
         with grid.run.lock:
             found = grid.coming.pop((index, owner), None)
             if found is not None and found.offset:
@@ -141,7 +141,7 @@ class Rechunks:
             ahead = grid.run.outputs_to_come(self._worker) if enough else []
             if found is None:
                 grid.asked.discard((index, owner))  # by a run of its task before
-                self._ask(grid, owner, [index, *ahead], enough // _FIRST)
+                self._ask(grid, owner, [index, *ahead], int(enough * _FIRST))
                 found = grid.coming.pop((index, owner))
             self._ask(grid, owner, ahead, enough)
             return found
