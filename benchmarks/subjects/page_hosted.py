@@ -126,7 +126,7 @@ class Page:
         history = DeviceHistory.of(self._scheduler)
         deadline = time.monotonic() + 10 * self._settle_s
         # Bokeh keeps a page that was closed for some seconds, in case that it comes back.
-        while not looking and history.collecting and time.monotonic() < deadline:
+        while not looking and history._looking.is_running() and time.monotonic() < deadline:
             time.sleep(0.1)
 
     def cpu(self, looking: bool, seconds: float) -> float:
