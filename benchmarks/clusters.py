@@ -129,8 +129,9 @@ def plain(library: str, n_devices: int) -> Iterator[Cluster]:
     """dask alone: a worker for each GPU, which its environment shows it."""
     from distributed import Client, Nanny, Scheduler, SpecCluster
 
+    options = {"nthreads": 1, "memory_limit": 0}  # as those of the others
     workers = {
-        n: {"cls": Nanny, "options": {"nthreads": 1, "env": {"CUDA_VISIBLE_DEVICES": str(n)}}}
+        n: {"cls": Nanny, "options": options | {"env": {"CUDA_VISIBLE_DEVICES": str(n)}}}
         for n in range(n_devices)
     }
     scheduler = {"cls": Scheduler, "options": {"dashboard_address": ":0"}}
