@@ -172,7 +172,8 @@ class Runs:
         seconds = None if start is None or stop is None else stop - start
         self.placement.remove(run, seconds)
         made, run.made = run.made, None
-        if made is not None and ended and state == "memory" and ts.key not in self._actors:
+        stores = ended and state == "memory" and ts.key not in self._actors
+        if made is not None and stores and self.store.open:  # else another plugin counts it
             self._made[ts.key] = made
             if made.nbytes:
                 made.pins = 1  # until dask stores it, in a moment

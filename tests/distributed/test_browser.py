@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import dask
 import pytest
 from distributed import Client, wait
 
@@ -89,9 +88,10 @@ def run_job(client: Client, name: str) -> list[Any]:
         values.append(submit_on(client, device, make, 2, key=f"make-{name}-{device}"))
     sums = []
     for device in range(4):
-        with dask.annotate(device=device):
-            other = values[(device + 1) % 4]
-            sums.append(client.submit(add, values[device], other, key=f"add-{name}-{device}"))
+        other = values[(device + 1) % 4]
+        sums.append(
+            submit_on(client, device, add, values[device], other, key=f"add-{name}-{device}")
+        )
     wait([*values, *sums])
     return values + sums
 

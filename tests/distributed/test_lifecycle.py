@@ -86,11 +86,10 @@ def test_a_scheduler_without_dasks_extensions() -> None:
 async def test_unregistering_while_tasks_run(client: Any, worker: Any) -> None:
     before = state_of(worker)
     await client.register_plugin(DevicePlugin())
-    with dask.annotate(device=1):
-        actor = await client.submit(Slow, actor=True)
-        call = actor.blocks("actor")
-        plain = client.submit(blocks, "plain")
-        queued = client.submit(here, "queued")  # behind it on its device's only thread
+    actor = await submit_on(client, 1, Slow, actor=True)
+    call = actor.blocks("actor")
+    plain = submit_on(client, 1, blocks, "plain")
+    queued = submit_on(client, 1, here, "queued")  # behind it on its device's only thread
     inside = submit_on(client, 2, blocks_in_a_client, "inside")
     coroutine = submit_on(client, 2, blocks_in_a_coroutine, "coroutine")
     for name in ("plain", "inside", "coroutine", "actor"):

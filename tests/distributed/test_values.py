@@ -141,10 +141,9 @@ async def test_one_that_cannot_be_moved_fails_the_task_that_needs_it_elsewhere(
 ) -> None:
     made = submit_on(client, 0, lambda: [EndsSomething(make())], pure=False)
     assert await submit_on(client, 0, where, made, pure=False) == {0}
-    with dask.annotate(device=1):
-        failed = client.submit(where, made, pure=False)
-        with pytest.raises(DevctxError, match="EndsSomething"):
-            await failed
+    failed = submit_on(client, 1, where, made, pure=False)
+    with pytest.raises(DevctxError, match="EndsSomething"):
+        await failed
     assert where(worker.data[made.key]) == {0}
 
 

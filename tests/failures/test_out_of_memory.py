@@ -126,9 +126,8 @@ def occupy(machine: SimulatedMachine, *free: int) -> None:
 
 def test_a_device_that_the_user_named_is_kept(client: Client, machine: SimulatedMachine) -> None:
     occupy(machine, 2**20, 2**30, 2**30, 2**30)
-    with dask.annotate(device=0):
-        future = client.submit(allocate, 2**21, key=("finalize-sum", 0))
-        error = future.exception(timeout=20)
+    future = submit_on(client, 0, allocate, 2**21, key=("finalize-sum", 0))
+    error = future.exception(timeout=20)
     assert isinstance(error, DeviceOutOfMemoryError)
     assert isinstance(error.__cause__, MemoryError)
     assert (error.device, error.free_nbytes, error.total_nbytes) == ("cuda:0", 2**20, 16 * GIB)
@@ -279,10 +278,9 @@ def test_room_is_made_when_what_reads_the_copies_is_done(
     """A task's kernels still read its input when it runs out of memory."""
     machine.gpus[1].used_memory = machine.gpus[1].total_memory - 2 * NBYTES
     x, y = made_on(client, 0), made_on(client, 0)
-    with dask.annotate(device=1):
-        assert client.submit(total, x).result(timeout=20) == (1, NBYTES)
-        machine.faults.inject("cuEventQuery", CUresult.CUDA_ERROR_NOT_READY, times=50)
-        assert client.submit(allocate_beside, y, NBYTES).result(timeout=20) == (1, NBYTES)
+    assert submit_on(client, 1, total, x).result(timeout=20) == (1, NBYTES)
+    machine.faults.inject("cuEventQuery", CUresult.CUDA_ERROR_NOT_READY, times=50)
+    assert submit_on(client, 1, allocate_beside, y, NBYTES).result(timeout=20) == (1, NBYTES)
     assert out_of_memory(client) == {"cuda:1": 1}
 
 
@@ -299,10 +297,9 @@ def test_a_device_that_fails_in_a_copy_is_noticed(
     machine.faults.inject("cuMemAlloc", CUresult.CUDA_ERROR_ILLEGAL_ADDRESS, when=poison)
     (worker,) = client.cluster.workers.values()
     monitor = worker.plugins["devctx"].extension.monitor
-    with dask.annotate(device=1):
-        copied = client.submit(total, x)
-        while monitor.failure is None:
-            time.sleep(0.01)
+    copied = submit_on(client, 1, total, x)
+    while monitor.failure is None:
+        time.sleep(0.01)
     failure = monitor.failure
     assert {*failure.suspects} <= {copied.key, x.key}
     assert "ILLEGAL_ADDRESS" in str(failure.error)

@@ -33,9 +33,6 @@ _REMEDIES: Final = {  # by the first word of a task's key; "" for a method of an
     "rechunk": "x.rechunk(..., block_size_limit=1) joins no blocks on the way",
 }
 
-# Other threads that have just stored a value, or spilled it, let go of it meanwhile.
-_LET_GO_S: Final = 0.005
-
 
 class Retries:
     """Makes room for the calls of one worker that ran out of a device's memory."""
@@ -85,7 +82,7 @@ class Retries:
         """Free all that is not in use on a device that a task has for itself."""
         self.store.spill.wait_for_all(device)
         self._free(device)
-        time.sleep(_LET_GO_S)
+        time.sleep(0.005)  # other threads let go of what they have just stored, or spilled
 
     def _free(self, device: Device) -> None:
         """Free all memory of a device that is not in use."""

@@ -48,8 +48,7 @@ _LOOK_S: Final = 0.5
 _STUCK_S: Final = 0.05
 # A device that a value cannot leave is named in the log so often.
 _WARN_EVERY_S: Final = 30.0
-# A busy event loop may take so many looks to store a result: not so many seconds, as a collection
-# of garbage stops all threads.
+# So many looks, until the event loop has stored a result: a garbage collection stops all threads.
 _LOOKS: Final = 500
 _POLL_S: Final = 0.002
 # The fraction of a worker's host memory that may be page-locked.

@@ -87,6 +87,7 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
     def give_back(self) -> MutableMapping[Any, Any]:
         """Return the data without the plugin: this, while values are in host memory or on disk."""
         self.open = False
+        self.made.clear()
         for value in [one for one in _dict.values(self) if one.__class__ is Value]:
             whole = value.value  # read once: a thread may just be moving it
             if whole is AWAY:
@@ -129,7 +130,7 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
                 value = self._new(key, whole)
             elif value.pins:
                 self.spill.unpin([value])
-            if value is not None and value.nbytes:
+            if value is not None and (value.nbytes or value.is_away):  # it may leave at once
                 if found is walk.LEAF:  # an array, which has no host memory
                     _dict.__setitem__(self, key, value)
                 else:

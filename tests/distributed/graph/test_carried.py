@@ -55,8 +55,7 @@ async def test_torchs_word_for_its_own_device(client: Any, name: str) -> None:
 @with_plugin(16)
 async def test_a_task_that_was_released_is_another(client: Client) -> None:
     for device in (0, 1):
-        with dask.annotate(device=device):
-            future = client.submit(here, 1)
-            assert await future == device
+        future = submit_on(client, device, here, 1)
+        assert await future == device
         future.release()
         await async_poll_for(lambda: not client.futures, timeout=10)

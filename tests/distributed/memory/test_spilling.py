@@ -217,6 +217,21 @@ def test_values_that_are_away_outlive_the_plugin() -> None:
         assert set().union(*kinds.values()) - {"int"} == {"SimulatedArray"}
 
 
+def slowly(n: int) -> SimulatedArray:
+    x = full(n)
+    time.sleep(0.1)
+    return x
+
+
+def test_a_plugin_that_is_replaced_while_its_tasks_run_keeps_none_of_their_results() -> None:
+    with threads(1 * MIB, 1) as client:
+        for _ in range(3):
+            futures = client.map(slowly, range(12), pure=False)
+            time.sleep(0.15)
+            client.register_plugin(DevicePlugin())
+            assert totals(client, futures) == [n * 16384 for n in range(12)]
+
+
 class OfAUser(UserDict[Any, Any]):
     """A mapping as dask allows one: its ``fast`` is no mapping, and it says what was read."""
 

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
 
-import dask
 from distributed import Worker
 from distributed.utils_test import async_poll_for
 
@@ -32,11 +31,10 @@ async def all_rows(scheduler: Any) -> list[Any]:
 
 @with_plugin(devices=[0, 1], tasks_per_device=1)
 async def test_tasks_with_their_devices_and_waits(client: Any, scheduler: Any) -> None:
-    with dask.annotate(device=1):
-        first = client.submit(nap, 0.2, key="first-1")
-        second = client.submit(nap, 0.1, key="second-1")
-        await asyncio.gather(first, second)
-        await client.submit(fail, key="fail-1").exception()
+    first = submit_on(client, 1, nap, 0.2, key="first-1")
+    second = submit_on(client, 1, nap, 0.1, key="second-1")
+    await asyncio.gather(first, second)
+    await submit_on(client, 1, fail, key="fail-1").exception()
     await submit_on(client, 0, nap, 0.0, first, key="moved-1")
     await submit_on(client, None, sum, [1, 2], key="host-1")
     rows = {row.key: row for row in await all_rows(scheduler) if isinstance(row, TaskRun)}

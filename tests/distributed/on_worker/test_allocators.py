@@ -19,7 +19,7 @@ from dask_devctx import Device, LocalDeviceCluster
 from dask_devctx.config.checks import key_of
 from dask_devctx.config.options import SETTINGS
 from dask_devctx.cuda.out_of_memory import release_library_caches
-from tests.distributed.devices import plugin_with, started
+from tests.distributed.devices import plugin_with, started, submit_on
 
 STANDINS = str(Path(__file__).parents[2] / "standins")
 GB, GIB = 10**9, 2**30
@@ -180,11 +180,10 @@ def test_a_worker_that_was_restarted_has_its_resource_before_its_first_task(
     with started(n_workers=2, devices=[0, 2], rmm_pool_size=0.5, processes=True) as client:
         assert {kind for kind, _ in client.run(_pool_and_pid).values()} == {"PoolMemoryResource"}
         assert [*client.run(_pool_twice).values()] == [["PoolMemoryResource"] * 2] * 2
-        with dask.annotate(device=2):
-            kind, pid = client.submit(_pool_and_pid, pure=False).result(timeout=30)
-            assert kind == "PoolMemoryResource"
-            psutil.Process(pid).kill()
-            kind, other = client.submit(_pool_and_pid, pure=False).result(timeout=30)
+        kind, pid = submit_on(client, 2, _pool_and_pid, pure=False).result(timeout=30)
+        assert kind == "PoolMemoryResource"
+        psutil.Process(pid).kill()
+        kind, other = submit_on(client, 2, _pool_and_pid, pure=False).result(timeout=30)
         assert (kind, other != pid) == ("PoolMemoryResource", True)
 
 

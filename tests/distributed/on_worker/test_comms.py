@@ -7,7 +7,6 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-import dask
 import numpy as np
 import pytest
 from dask.utils import parse_bytes
@@ -67,13 +66,12 @@ async def test_coroutines_that_are_for_no_device_see_none(client: Any, worker: W
         assert await submit_on(client, device, coroutine, pure=False) == {None}
     assert await client.submit(coroutine, pure=False) == {2}
     assert await client.run(coroutine) == {worker.address: {2}}
-    with dask.annotate(device=None):
-        with pytest.raises(RuntimeError, match="later"):
-            await client.submit(fails_later)
-        cancelled = client.submit(asyncio.sleep, 60)
-        await async_poll_for(lambda: worker.state.executing_count == 1, timeout=10)
-        await cancelled.cancel()
-        assert await client.submit(unpacked_on, Seen(), pure=False) == 2
+    with pytest.raises(RuntimeError, match="later"):
+        await submit_on(client, None, fails_later)
+    cancelled = submit_on(client, None, asyncio.sleep, 60)
+    await async_poll_for(lambda: worker.state.executing_count == 1, timeout=10)
+    await cancelled.cancel()
+    assert await submit_on(client, None, unpacked_on, Seen(), pure=False) == 2
     await client.unregister_worker_plugin("devctx")
     assert current_context() == 0
     assert await client.run(here) == {worker.address: None}

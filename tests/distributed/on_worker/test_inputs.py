@@ -56,10 +56,9 @@ class Stuck(list):
 async def test_an_input_that_cannot_move_stays_there_while_it_is_used(client: Any) -> None:
     device_of.register(Stuck, lambda stuck: 0)
     stuck = client.submit(Stuck, [1])
-    with dask.annotate(device=1):
-        pins = client.submit(
-            lambda stuck, key: get_worker().data.values_of([key])[0].pins, stuck, stuck.key
-        )
+    pins = submit_on(
+        client, 1, lambda stuck, key: get_worker().data.values_of([key])[0].pins, stuck, stuck.key
+    )
     assert await pins == 1
 
 

@@ -312,10 +312,9 @@ async def leaves_one_later(*_: object) -> int | None:
 @with_plugin(1, devices=[0, 1])
 async def test_what_a_task_leaves_current_the_next_does_not_see(client: Any, function: Any) -> None:
     x = client.submit(make)
-    with dask.annotate(device=None):
-        for inputs in ((), (x,), (), (x,)):
-            assert await client.submit(function, *inputs, pure=False) is None
-            assert here() is None, "it is current on the event loop"
+    for inputs in ((), (x,), (), (x,)):
+        assert await submit_on(client, None, function, *inputs, pure=False) is None
+        assert here() is None, "it is current on the event loop"
 
 
 @pytest.mark.parametrize("limit", ["auto", 0])
@@ -328,14 +327,13 @@ def test_where_the_first_device_is_not_the_workers_the_inputs_are_read_without_i
     async def body(client: Any) -> None:
         x = submit_on(client, 3, make)
         y = client.submit(list, range(10))
-        with dask.annotate(device=None):
-            assert await client.submit(here, x, pure=False) == 2
-            assert await client.submit(ordinal, x, pure=False) == 3
-            assert await client.submit(here_later, x, pure=False) == [2, 2]
-            assert await client.submit(here, y, pure=False) is None
-            assert await client.submit(leaves_one, x, pure=False) == 2
-            for _ in range(3):
-                assert await client.submit(here, pure=False) is None
+        assert await submit_on(client, None, here, x, pure=False) == 2
+        assert await submit_on(client, None, ordinal, x, pure=False) == 3
+        assert await submit_on(client, None, here_later, x, pure=False) == [2, 2]
+        assert await submit_on(client, None, here, y, pure=False) is None
+        assert await submit_on(client, None, leaves_one, x, pure=False) == 2
+        for _ in range(3):
+            assert await submit_on(client, None, here, pure=False) is None
         await client.unregister_worker_plugin("devctx")
 
     body()

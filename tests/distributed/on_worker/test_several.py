@@ -205,9 +205,8 @@ def free_nbytes() -> int:
 
 @with_plugin(device_memory_limit="64 MiB")
 async def test_values_leave_a_device_for_a_reservation(client: Any, worker: Any) -> None:
-    with dask.annotate(device=0):
-        kept = [client.submit(array, pure=False) for _ in range(4)]
-        await asyncio.gather(*kept)
+    kept = [submit_on(client, 0, array, pure=False) for _ in range(4)]
+    await asyncio.gather(*kept)
     with dask.annotate(device=0, device_memory="40 MiB"):
         assert await client.submit(free_nbytes) >= 40 * MIB
     extension = worker.plugins["devctx"].extension
