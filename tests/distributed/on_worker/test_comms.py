@@ -85,9 +85,7 @@ async def test_values_are_unpacked_on_the_workers_device(
     [seen] = await client.scatter([Seen(bytes(nbytes))])
     assert worker.data[seen.key].unpacked_on == 2
     assert await submit_on(client, "none", unpacked_on, seen) == 2
-    assert (
-        await submit_on(client, "none", unpacked_on, Seen(), pure=False) == 2
-    )  # in the task itself
+    assert await submit_on(client, "none", unpacked_on, Seen(), pure=False) == 2  # in the task
     await client.scatter({"x": SimulatedArray.asarray(np.ones(3))}, hash=False)
     assert device_of(worker.data["x"]) is Device(2)
     packed.clear()

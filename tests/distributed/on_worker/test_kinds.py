@@ -88,7 +88,7 @@ async def divide_later(n: int) -> float:
 async def test_the_traceback_of_a_failure_begins_with_the_tasks_own_frame(
     client: Any, function: Any, device: str | None
 ) -> None:
-    failed = submit_on(client, device, function, client.submit(int))
+    failed = submit_on(client, device, function, submit_on(client, device, int))
     frames = traceback.extract_tb(await failed.traceback())
     assert frames[0].name == function.__name__
     with pytest.raises(ZeroDivisionError) as raised:
