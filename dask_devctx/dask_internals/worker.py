@@ -130,11 +130,6 @@ def is_joining(worker: Worker) -> bool:
     return not worker.periodic_callbacks["heartbeat"].is_running()
 
 
-def has_nanny(worker: Worker) -> bool:
-    """Return whether a nanny started a worker, whose process is then the worker's alone."""
-    return bool(worker.nanny)
-
-
 # -- end
 
 

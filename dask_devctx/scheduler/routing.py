@@ -28,6 +28,7 @@ from dask_devctx.cuda.naming import DeviceInfo, Inventory
 from dask_devctx.dask_internals import check_scheduler
 from dask_devctx.dask_internals import scheduler as internals
 from dask_devctx.dask_internals.connections import answering
+from dask_devctx.dask_internals.garbage import collecting_rarely
 from dask_devctx.dask_internals.shuffles import lead_outputs
 from dask_devctx.errors import DevctxError, DevicesInUseError
 from dask_devctx.scheduler.cluster import Cluster, WorkerDevices
@@ -127,6 +128,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             RECHUNK: lambda address, **row: lead_outputs(scheduler, **row),
         }
         handlers = {op: update_wrapper(partial(self._answer, op, a), a) for op, a in acts.items()}
+        self._steps.enter_context(collecting_rarely())
         self._steps.enter_context(answering(scheduler, handlers))
         self._steps.enter_context(internals.idle_workers_hear_at_once(scheduler))
         self._steps.enter_context(internals.comparing_slots(scheduler, self._cluster))

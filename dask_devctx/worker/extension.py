@@ -14,6 +14,7 @@ from dask_devctx.cuda.device import Device, devices
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.dask_internals import check_worker
 from dask_devctx.dask_internals.connections import answering, unpickled_later
+from dask_devctx.dask_internals.garbage import collecting_rarely
 from dask_devctx.dask_internals.scheduler import LOOK_AHEAD
 from dask_devctx.dask_internals.shuffles import rechunking
 from dask_devctx.dask_internals.tasks import executed_by
@@ -27,7 +28,6 @@ from dask_devctx.worker.allocators import allocating
 from dask_devctx.worker.comms import landing_on
 from dask_devctx.worker.execute import Runs
 from dask_devctx.worker.failures.monitor import Monitor
-from dask_devctx.worker.garbage import short_collections
 from dask_devctx.worker.metrics.history import History
 from dask_devctx.worker.metrics.prometheus import exposed
 from dask_devctx.worker.metrics.record import Record
@@ -130,7 +130,7 @@ class DeviceExtension:
             if used:
                 threads, part = options.cpu_threads, len(used) / max(len(devices()), len(used))
                 steps.enter_context(threads_without_a_device(worker, threads, part))
-            steps.enter_context(short_collections(worker))
+            steps.enter_context(collecting_rarely())
             steps.enter_context(executed_by(worker, self.runs.begin, self.runs.end))
             steps.enter_context(told_after(worker, "free-keys", self.runs.freed))
             steps.enter_context(giving_back(worker, self.admission))

@@ -52,7 +52,6 @@ def _state(worker: Worker) -> dict[str, Any]:
         "threads": sorted(t.name for t in threading.enumerate() if t.name.startswith("devctx")),
         "current context": driver.backend().current_context(),
         "switch interval": sys.getswitchinterval(),
-        "frozen objects": gc.get_freeze_count(),
         "classes": {
             (kind, name): value
             for kind in (*type(worker).__mro__, type(worker.state), *_PROCESS_WIDE, *_frames())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections.abc import Iterator
@@ -136,6 +137,22 @@ def test_a_device_that_the_user_named_is_kept(client: Client, machine: Simulated
     ((_pid, nbytes),) = error.holders
     assert nbytes == 16 * GIB - 2**20
     assert client.submit(allocate, 2**10).result() in range(4)  # the worker is well
+
+
+def allocate_in_a_cycle(nbytes: int) -> None:
+    cycle: list[object] = [SimulatedArray(nbytes, np.uint8)]
+    cycle.append(cycle)
+
+
+def test_memory_of_garbage_is_freed(client: Client, machine: SimulatedMachine) -> None:
+    occupy(machine, *[2**20] * 4)
+    gc.disable()
+    try:
+        submit_on(client, 0, allocate_in_a_cycle, 2**20).result(timeout=20)
+        assert machine.gpus[0].used_memory == machine.gpus[0].total_memory
+        assert submit_on(client, 0, allocate, 2**20).result(timeout=20) == 0
+    finally:
+        gc.enable()
 
 
 async def run_out_of_memory_later(times: int) -> int:

@@ -89,7 +89,6 @@ class Retries:
         self.store.spill.clear(device)
         self.peers.free_staging(device)
         with suppress(DevctxError), device:
-            gc.unfreeze()  # frozen objects may hold memory, too
             gc.collect()
             release_library_caches()
 
