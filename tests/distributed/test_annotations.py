@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from dask_devctx import DevctxError, Device, DeviceNotFoundError, DevicePlugin
 from dask_devctx.graph.keep import Optimizer, keep_annotations
 from dask_devctx.graph.optimize import optimize_array, optimize_bag, optimize_delayed
-from tests.distributed.devices import here, started, with_plugin, workers_of
+from tests.distributed.devices import here, started, submit_on, with_plugin, workers_of
 from tests.python import python
 
 da = pytest.importorskip("dask.array")
@@ -284,8 +284,7 @@ def client() -> Iterator[Client]:
     ],
 )
 def test_accepted(client: Client, wanted: Callable[[], Any], expected: set[Any]) -> None:
-    with dask.annotate(device=wanted()):
-        assert client.submit(here, pure=False).result(20) in expected
+    assert submit_on(client, wanted(), here, pure=False).result(20) in expected
 
 
 @pytest.mark.parametrize(

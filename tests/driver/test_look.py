@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -115,6 +116,19 @@ def test_an_event_is_recorded_without_the_gil_where_the_legacy_stream_is_busy(
             assert look(what) == (True, [recorded])
             assert bool(waiting) is busy
             waiting.clear()
+
+    look.machine.driver.busy = {LEGACY_STREAM}
+    for _ in range(100):  # the first mark waits; and the thread may pause between two
+        waiting.clear()
+        look("look", mark=True)
+        if not waiting:
+            break
+    assert not waiting, "no time to fill a stream since the last mark, which is reached"
+    time.sleep(0.01)
+    marks = [look("look", mark=True, kept=True)[0]]
+    look.fail("cuEventQuery", "NOT_READY")
+    marks.append(look("look", mark=True, kept=True)[0])
+    assert (all(marks), len(waiting)) == (True, 2)
 
 
 @pytest.mark.parametrize("in_python", [False, True])

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 # The number of tasks that are remembered for a device whose driver never reports their work done.
 _REMEMBERED: Final = 64
+# A stream that was empty is not full before: a launch takes about three microseconds.
+_FILLS_S: Final = 0.003
 # Other tasks wait this long for an isolated task, since that task may wait for one of them. In each
 # further isolated run of the task they wait ten times longer, so that tasks that take long can be
 # told apart, too.
@@ -128,6 +130,7 @@ class Work:
         self._calls = calls
         # The events that the device has not reached, each with the number at which it was recorded.
         self._marks: deque[tuple[int, Event]] = deque(maxlen=_REMEMBERED)
+        self._marked_at = float("-inf")
         self._event: Event | None = None  # of all marks that nobody keeps
         self._looking = threading.Lock()  # held while the marks or the rest are in use
 
@@ -164,9 +167,11 @@ class Work:
                 if self._event is None:
                     self._event = Event(self.device)
                 event = Event(self.device, self._event) if kept else self._event
-                number = next(self.numbers)
-                if look.record(event._handle, self.device._handle):
+                number, now = next(self.numbers), time.perf_counter()
+                has_room = not marks and now - self._marked_at < _FILLS_S
+                if look.record(event._handle, self.device._handle, has_room=has_room):
                     marks.append((number, event))
+                    self._marked_at = now
                     return event if kept else None  # an old driver has no marks: nothing is cleared
                 self._event = None  # another context's, if the device was reset
             elif asked:

@@ -58,18 +58,16 @@ def test_several_hosts(address: str) -> None:
             for ordinal, uuid in enumerate(uuids(host)):
                 future = submit_on(client, uuid, where, pure=False)
                 assert future.result(timeout=10) == (host, uuid, ordinal)
-        with dask.annotate(device=2):  # an ordinal is any host's
-            name, uuid, ordinal = client.submit(where, pure=False).result(timeout=10)
+        ran = submit_on(client, 2, where, pure=False)  # an ordinal is any host's
+        name, uuid, ordinal = ran.result(timeout=10)
         assert uuid == uuids(name)[2]
         assert ordinal == 2
-        with dask.annotate(device=uuids("c")[0]):
-            future = client.submit(where, pure=False)
+        future = submit_on(client, uuids("c")[0], where, pure=False)
         assert isinstance(future.exception(timeout=40), DeviceNotFoundError)
         # what was made on one host is read on the other
-        with dask.annotate(device=uuids("a")[0]):
-            there = client.submit(lambda: list(range(1000)), pure=False)
-        with dask.annotate(device=uuids("b")[0]):
-            assert client.submit(sum, there, pure=False).result(timeout=10) == 499500
+        there = submit_on(client, uuids("a")[0], lambda: list(range(1000)), pure=False)
+        summed = submit_on(client, uuids("b")[0], sum, there, pure=False)
+        assert summed.result(timeout=10) == 499500
 
 
 def test_workers_of_a_machine_share_it_out(address: str) -> None:

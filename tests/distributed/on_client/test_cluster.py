@@ -139,8 +139,7 @@ def test_scaling() -> None:
         poll_for(lambda: cluster.workers[0].status is Status.closed, timeout=10)
         cluster.scale(4)
         client.wait_for_workers(4, timeout=10)
-        with dask.annotate(device=3):  # before the last has said what it has, maybe
-            assert client.submit(here, pure=False).result(timeout=10) == 3
+        assert submit_on(client, 3, here, pure=False).result(10) == 3  # not announced yet, maybe
         until_there_are(cluster, 4)
         assert ordinals(cluster) == [[0], [1], [2], [3]]
         cluster.scale(2)

@@ -282,10 +282,8 @@ async def test_values_that_ucx_carries_are_counted(
         Client(scheduler.address, asynchronous=True) as client,
     ):
         await client.register_plugin(DevicePlugin(devices_per_worker=2))
-        with dask.annotate(device=Device(0).uuid):
-            x = client.submit(SimulatedArray, (1000,), key="x")
-        with dask.annotate(device=Device(3).uuid):
-            assert await client.submit(lambda x: float(x.sum()), x, key="sum") == 0
+        x = submit_on(client, Device(0).uuid, SimulatedArray, (1000,), key="x")
+        assert await submit_on(client, Device(3).uuid, lambda x: float(x.sum()), x, key="sum") == 0
         (row,) = [row for row in (await report(client)).transfers if row.source == Device(0).uuid]
         assert (row.transport, row.nbytes, row.copies, row.reason) == ("ucx", 8000, 1, None)
         assert "moved by ucx: 7.8 KiB in 1 value" in str(await report(client))
