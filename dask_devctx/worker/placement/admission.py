@@ -94,7 +94,7 @@ class DeviceState:
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """Return the next call for this thread; None to end it."""
-        with self.changed:
+        with self.admission.lock:  # that of ``changed``, without two calls of Python's
             if not self.ready:
                 if self.is_ended and not any(
                     one.waits and one.devices[0] is self.device for _, _, one in self.waiting
