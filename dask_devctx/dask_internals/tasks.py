@@ -161,12 +161,10 @@ class DeviceThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
         threads: int,
         queue: Any,
         started: Callable[[threading.Thread], object],
-        clear_frames: Callable[[BaseException], object],
     ) -> None:
         super().__init__(threads, thread_name_prefix=name)
         self._work_queue = self.queue = queue
         self._started = started  # called for each new thread
-        self.clear_frames = clear_frames
         self._loop: asyncio.AbstractEventLoop | None = None
         self._outcomes: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
         self._woken = False
@@ -260,9 +258,6 @@ class _Call(NamedTuple):
                 result = self.fn()
             except BaseException as raised:
                 error = raised
-            if result.__class__ is dict and "actual_exception" in result:
-                # dask's frames make a cycle, which would keep the task's arrays
-                pool.clear_frames(result["actual_exception"])
         # First: a task that waits for this slot starts before the loop wakes.
         pool.queue.running.pop(threading.get_ident(), None)
         if claim.held:

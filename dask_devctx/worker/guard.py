@@ -47,6 +47,7 @@ class Guard(Call):
     thread: int | None = None
 
     made: Any = None  # its result as a `Value`
+    raised: BaseException | None = None  # what a task ended with
     synchronizes = False  # whether it waits for its devices before and after the call
     # Why it does not run again after a device failed; "" if it may.
     not_again = (
@@ -156,6 +157,8 @@ class Guard(Call):
                 elif isinstance(outcome, Exception):
                     where = ", ".join(map(str, self.devices))
                     outcome.add_note(f"{key!r} ran on {where} of {monitor.worker.address}")
+                if self.is_task:
+                    self.raised = outcome
                 return None, outcome
         finally:
             del outcome, raised, result  # a traceback holds this frame: make no cycle

@@ -37,12 +37,11 @@ class Refused(TaskStandIn):
 
     def __init__(self, task: Any, error: Exception) -> None:
         self.task = task
-        self.error = error
+        self.raised = error
 
     def __call__(self, data: Any) -> Any:
-        data.clear()  # dask keeps an error's frames, and what they hold, until a collection
         with begins_with_the_task:
-            raise self.error
+            raise self.raised
 
 
 class _Run(TaskStandIn):
@@ -54,6 +53,7 @@ class _Run(TaskStandIn):
 
     devices: tuple[Device, ...] = ()
     known: Device | tuple[Device, ...] = ()  # the answer of task_devices() inside
+    raised: BaseException | None = None
     theirs = False  # whether it runs on an executor of the user's own
     inputs_s = memory_s = 0.0
     room: Mapping[Device, int] = {}  # the bytes that it has reserved for its result
@@ -168,6 +168,7 @@ class HostRun(_Run, BeginsWithTheTask):
         return Restored(empty=True) if self.runs.monitor.has_failed() else landing
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.raised = error
         if isinstance(error, Exception) and self.runs.monitor.has_failed():
             raise Reschedule from error  # the device that failed may have its inputs
         super().__exit__(kind, error, traceback)

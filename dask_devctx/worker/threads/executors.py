@@ -17,7 +17,6 @@ from dask.system import CPU_COUNT
 from distributed import Status, Worker
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.cuda.out_of_memory import clear_frames
 from dask_devctx.dask_internals.tasks import (
     DeviceThreadPoolExecutor,
     ThreadPoolExecutor,
@@ -39,7 +38,7 @@ def device_threads(
     for device, queue in admission.states.items():
         started = partial(keep_near, device.info.cpu_affinity)
         name, threads = f"devctx-{device}", admission.tasks_per_device
-        pools[device] = DeviceThreadPoolExecutor(name, threads, queue, started, clear_frames)
+        pools[device] = DeviceThreadPoolExecutor(name, threads, queue, started)
     named = {f"devctx:{device}": pool for device, pool in pools.items()}
     worker.executors.update(named)
     try:

@@ -155,15 +155,22 @@ async def test_wrong(client: Any) -> None:
     assert len(await client.submit(mine, key="after")) == 1
 
 
+async def raise_later(value: Any) -> None:
+    raise ZeroDivisionError
+
+
 @with_plugin()
-async def test_a_refused_task_lets_its_inputs_go(client: Any, machine: Any) -> None:
+async def test_a_task_that_raises_lets_its_inputs_go(client: Any, machine: Any) -> None:
     gc.disable()
     try:
-        given = client.submit(array_on, 1)
-        with dask.annotate(devices=9):
-            await wait(client.submit(mine, given))
-        del given
-        await async_poll_for(lambda: not any(g.used_memory for g in machine.gpus), timeout=10)
+        for wanted in {"devices": 9}, {"device": None}, {"device": 1}, {"executor": "default"}:
+            for task in lambda value: 1 / 0, raise_later:
+                given = client.submit(array_on, 1, pure=False)
+                with dask.annotate(**wanted):
+                    (failed,) = (await wait(client.submit(task, given, pure=False))).done
+                assert failed.status == "error"
+                del given, failed
+                await async_poll_for(lambda: not any(g.used_memory for g in machine.gpus), 10)
     finally:
         gc.enable()
 

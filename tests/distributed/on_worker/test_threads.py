@@ -17,7 +17,6 @@ from distributed import Client, Worker
 from distributed.utils_test import async_poll_for
 
 from dask_devctx import DevicePlugin, devices
-from dask_devctx.cuda.out_of_memory import clear_frames
 from dask_devctx.dask_internals.tasks import DeviceThreadPoolExecutor
 from dask_devctx.worker.placement.admission import Admission, Claim
 from dask_devctx.worker.threads import executors
@@ -83,7 +82,7 @@ def pool_of(
     admission = Admission([device], threads)
     started = functools.partial(keep_near, cpus)
     queue = admission.states[device]
-    return DeviceThreadPoolExecutor(name, threads, queue, started, clear_frames)
+    return DeviceThreadPoolExecutor(name, threads, queue, started)
 
 
 def claim(pool: DeviceThreadPoolExecutor, *priority: int) -> Claim:
