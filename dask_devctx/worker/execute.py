@@ -23,7 +23,6 @@ from dask_devctx.annotations import (
 from dask_devctx.config.options import Options
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.on_device import OF_THIS_TASK
-from dask_devctx.cuda.out_of_memory import clear_frames
 from dask_devctx.dask_internals import tasks
 from dask_devctx.dask_internals.tasks import DeviceThreadPoolExecutor, send_next_task_to
 from dask_devctx.errors import DevctxError, DeviceFailedError
@@ -159,9 +158,6 @@ class Runs:
 
     def end(self, ts: Any, run: Any, event: Any) -> None:
         """Count a run that ended, with dask's event of the outcome or None."""
-        if run.raised is not None:  # dask's frames make cycles, which would keep the inputs
-            clear_frames(run.raised)
-            run.raised.__traceback__ = run.raised = None
         state = tasks.STATES.get(event.__class__, "released")
         ended = state != "released" and ts.state != "cancelled"
         start, stop = (event.start, event.stop) if ended else (None, None)

@@ -47,7 +47,6 @@ class Guard(Call):
     thread: int | None = None
 
     made: Any = None  # its result as a `Value`
-    raised: BaseException | None = None  # what a task ended with
     synchronizes = False  # whether it waits for its devices before and after the call
     # Why it does not run again after a device failed; "" if it may.
     not_again = (
@@ -106,6 +105,7 @@ class Guard(Call):
         is returned, or the call is made once more.
         """
         if self.queued and self.ts.state == "cancelled":
+            data.clear()
             raise Reschedule  # dask ignores this, unless the task was requested again just now
         self.began_at, self.thread = time.perf_counter(), threading.get_ident()
         monitor, key, calls = self.monitor, self.key, self.monitor.calls
@@ -157,8 +157,8 @@ class Guard(Call):
                 elif isinstance(outcome, Exception):
                     where = ", ".join(map(str, self.devices))
                     outcome.add_note(f"{key!r} ran on {where} of {monitor.worker.address}")
-                if self.is_task:
-                    self.raised = outcome
+                if self.is_task and data:
+                    data.clear()  # dask keeps an error's frames, and what they hold
                 return None, outcome
         finally:
             del outcome, raised, result  # a traceback holds this frame: make no cycle
@@ -234,7 +234,7 @@ class Guard(Call):
     def _after(self, error: BaseException | None) -> BaseException | None:
         """Return the outcome of a call that returned or raised ``error``; leave its device."""
         calls, outcome, (first, *_) = self.monitor.calls, error, self.devices
-        if error is not None and is_out_of_memory(error):
+        if error is not None:
             clear_frames(error)  # others may wait for its end, and for its memory
         calls.running.discard(self)
         for device in self.devices:

@@ -14,6 +14,7 @@ from distributed import Reschedule
 from dask_devctx.cuda import suspending
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.on_device import known_as_the_tasks
+from dask_devctx.cuda.out_of_memory import clear_frames
 from dask_devctx.cuda.scope import Restored, is_any_current
 from dask_devctx.dask_internals.tasks import TaskStandIn
 from dask_devctx.transfer import walk
@@ -37,11 +38,12 @@ class Refused(TaskStandIn):
 
     def __init__(self, task: Any, error: Exception) -> None:
         self.task = task
-        self.raised = error
+        self.error = error
 
     def __call__(self, data: Any) -> Any:
+        data.clear()  # dask keeps an error's frames, and what they hold, until a collection
         with begins_with_the_task:
-            raise self.raised
+            raise self.error
 
 
 class _Run(TaskStandIn):
@@ -53,7 +55,6 @@ class _Run(TaskStandIn):
 
     devices: tuple[Device, ...] = ()
     known: Device | tuple[Device, ...] = ()  # the answer of task_devices() inside
-    raised: BaseException | None = None
     theirs = False  # whether it runs on an executor of the user's own
     inputs_s = memory_s = 0.0
     room: Mapping[Device, int] = {}  # the bytes that it has reserved for its result
@@ -150,6 +151,7 @@ class HostRun(_Run, BeginsWithTheTask):
         self.is_coro = self.task.is_coro
 
     def __call__(self, data: Any = ()) -> Any:
+        self._data = data or {}
         if self.is_coro:
             return self._in_scope(data)
         with self, self._scope(data):
@@ -168,7 +170,9 @@ class HostRun(_Run, BeginsWithTheTask):
         return Restored(empty=True) if self.runs.monitor.has_failed() else landing
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self.raised = error
+        if error is not None:
+            clear_frames(error)
+            self._data.clear()  # as a refused one's
         if isinstance(error, Exception) and self.runs.monitor.has_failed():
             raise Reschedule from error  # the device that failed may have its inputs
         super().__exit__(kind, error, traceback)

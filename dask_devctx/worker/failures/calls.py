@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 # The number of tasks that are remembered for a device whose driver never reports their work done.
 _REMEMBERED: Final = 64
-# A stream that was empty is not full before: a launch takes about three microseconds.
-_FILLS_S: Final = 0.003
+# So long after a stream was empty it is not full: a thousand launches take longer.
+_FILLS_S: Final = 0.002
 # Other tasks wait this long for an isolated task, since that task may wait for one of them. In each
 # further isolated run of the task they wait ten times longer, so that tasks that take long can be
 # told apart, too.

@@ -14,8 +14,8 @@ from typing import Any
 import dask
 import numpy as np
 import pytest
-from distributed import get_worker, secede, wait
-from distributed.utils_test import async_poll_for
+from distributed import get_worker, secede
+from distributed.utils_test import async_poll_for, wait_for_state
 
 from dask_devctx import DevctxError, Device, DevicePlugin, SimulatedArray, device_of, task_devices
 from dask_devctx.worker.placement.policy import Candidate, choose_group
@@ -155,22 +155,24 @@ async def test_wrong(client: Any) -> None:
     assert len(await client.submit(mine, key="after")) == 1
 
 
-async def raise_later(value: Any) -> None:
-    raise ZeroDivisionError
-
-
 @with_plugin()
-async def test_a_task_that_raises_lets_its_inputs_go(client: Any, machine: Any) -> None:
+async def test_a_failed_task_lets_its_inputs_go(client: Any, worker: Any, machine: Any) -> None:
     gc.disable()
     try:
         for wanted in {"devices": 9}, {"device": None}, {"device": 1}, {"executor": "default"}:
-            for task in lambda value: 1 / 0, raise_later:
+            for task in lambda value: 1 / 0, asyncio.wait:  # a coroutine function that raises here
                 given = client.submit(array_on, 1, pure=False)
                 with dask.annotate(**wanted):
-                    (failed,) = (await wait(client.submit(task, given, pure=False))).done
-                assert failed.status == "error"
-                del given, failed
+                    assert await client.submit(task, given, pure=False).exception()
+                del given
                 await async_poll_for(lambda: not any(g.used_memory for g in machine.gpus), 10)
+        given, running = client.submit(array_on, 1), submit_on(client, 1, time.sleep, 0.3)
+        queued = submit_on(client, 1, mine, given, key="queued")
+        await wait_for_state("queued", "executing", worker)
+        await queued.cancel()
+        await running
+        del given
+        await async_poll_for(lambda: not any(g.used_memory for g in machine.gpus), 10)
     finally:
         gc.enable()
 
