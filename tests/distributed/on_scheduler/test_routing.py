@@ -265,9 +265,8 @@ async def test_a_worker_may_announce_before_it_joins(
     await client.unregister_worker_plugin("devctx")
     await a.plugin_add(DevicePlugin(devices=[0, 1]))
     async with Worker(scheduler.address, plugins=[DevicePlugin(devices=[3])]) as late:
-        with dask.annotate(device=Device(3).uuid):
-            future = client.submit(uuid_here, pure=False)
-            assert await future == Device(3).uuid
+        future = submit_on(client, Device(3).uuid, uuid_here, pure=False)
+        assert await future == Device(3).uuid
         assert next(iter(scheduler.tasks[future.key].who_has)).address == late.address
 
 
@@ -289,8 +288,7 @@ async def test_a_scheduler_that_was_not_reached_is_told_again(
         assert failed
         await async_poll_for(lambda: routing.DeviceRouting.name in scheduler.plugins, timeout=10)
     assert "Tasks that name a device" not in log.getvalue()
-    with dask.annotate(device=Device(2).uuid):
-        assert await client.submit(uuid_here) == Device(2).uuid
+    assert await submit_on(client, Device(2).uuid, uuid_here) == Device(2).uuid
 
 
 # -- late tasks, which a worker gives back for idle workers
