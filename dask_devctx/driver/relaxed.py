@@ -42,6 +42,10 @@ class RelaxedCapture:
         self._calls.exchange_capture_mode(self._before)
 
 
+# A stream has room for about a thousand launches, which take longer than this: so long after it was
+# empty it is not full.
+FILLS_S: Final = 0.002
+
 _EXCHANGE: Final = "cuThreadExchangeStreamCaptureMode"
 # The C functions of a look, with the version of CUDA that introduced the signature used here.
 _FUNCTIONS: Final = {
@@ -137,8 +141,8 @@ class Look:
         self, *record: int, current: tuple[int, ...] = (), has_room: bool = False
     ) -> tuple[int, int] | None:
         """Make a call that records, unless a capture forbids it; return what failed, or None."""
-        # A stream has room for about a thousand launches. While the legacy stream is full, a record
-        # waits, and must not keep the GIL. To release it for each one makes most tasks wait for it.
+        # While the legacy stream is full, a record waits, and must not keep the GIL. To release it
+        # for each one makes most tasks wait for it.
         exchange, allowed = self._addresses[_EXCHANGE], self._idle[:3]  # without its query
         idle = allowed if has_room else self._idle
         failed = invoke_relaxed(exchange, *current, *idle, *record)

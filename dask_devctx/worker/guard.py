@@ -58,7 +58,7 @@ class Guard(Call):
         self.key = key
         self.devices = devices
 
-    def __call__(self, data: Any = ()) -> Any:
+    def __call__(self, data: Any) -> Any:
         """Return what it returns, called on this thread in its device's scope; or a coroutine."""
         if self.is_coro:
             return self._await(data)
@@ -157,7 +157,7 @@ class Guard(Call):
                 elif isinstance(outcome, Exception):
                     where = ", ".join(map(str, self.devices))
                     outcome.add_note(f"{key!r} ran on {where} of {monitor.worker.address}")
-                if self.is_task and data:
+                if self.is_task:
                     data.clear()  # dask keeps an error's frames, and what they hold
                 return None, outcome
         finally:

@@ -150,8 +150,8 @@ class HostRun(_Run, BeginsWithTheTask):
         self.task = ts.run_spec
         self.is_coro = self.task.is_coro
 
-    def __call__(self, data: Any = ()) -> Any:
-        self._data = data or {}
+    def __call__(self, data: Any) -> Any:
+        self._data = data
         if self.is_coro:
             return self._in_scope(data)
         with self, self._scope(data):
@@ -172,7 +172,7 @@ class HostRun(_Run, BeginsWithTheTask):
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             clear_frames(error)
-            self._data.clear()  # as a refused one's
+            self._data.clear()  # as that of a refused task
         if isinstance(error, Exception) and self.runs.monitor.has_failed():
             raise Reschedule from error  # the device that failed may have its inputs
         super().__exit__(kind, error, traceback)

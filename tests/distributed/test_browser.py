@@ -88,10 +88,8 @@ def run_job(client: Client, name: str) -> list[Any]:
         values.append(submit_on(client, device, make, 2, key=f"make-{name}-{device}"))
     sums = []
     for device in range(4):
-        other = values[(device + 1) % 4]
-        sums.append(
-            submit_on(client, device, add, values[device], other, key=f"add-{name}-{device}")
-        )
+        given = values[device], values[(device + 1) % 4]
+        sums.append(submit_on(client, device, add, *given, key=f"add-{name}-{device}"))
     wait([*values, *sums])
     return values + sums
 

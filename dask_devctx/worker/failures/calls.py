@@ -12,7 +12,7 @@ from typing import Final
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver import statuses
-from dask_devctx.driver.relaxed import RelaxedCapture
+from dask_devctx.driver.relaxed import FILLS_S, RelaxedCapture
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer.events import Event
 
@@ -20,8 +20,6 @@ logger = logging.getLogger(__name__)
 
 # The number of tasks that are remembered for a device whose driver never reports their work done.
 _REMEMBERED: Final = 64
-# So long after a stream was empty it is not full: a thousand launches take longer.
-_FILLS_S: Final = 0.002
 # Other tasks wait this long for an isolated task, since that task may wait for one of them. In each
 # further isolated run of the task they wait ten times longer, so that tasks that take long can be
 # told apart, too.
@@ -168,7 +166,7 @@ class Work:
                     self._event = Event(self.device)
                 event = Event(self.device, self._event) if kept else self._event
                 number, now = next(self.numbers), time.perf_counter()
-                has_room = not marks and now - self._marked_at < _FILLS_S
+                has_room = not marks and now - self._marked_at < FILLS_S
                 if look.record(event._handle, self.device._handle, has_room=has_room):
                     marks.append((number, event))
                     self._marked_at = now

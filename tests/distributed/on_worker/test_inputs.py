@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import operator
 import threading
 import time
@@ -284,6 +285,7 @@ async def test_a_copy_outlives_the_kernels_of_a_task(
     task.release()
     x.release()
     await until(lambda: not worker.state.tasks)
+    gc.collect()
     await until(lambda: copied_to(worker, 1) == 0)
     assert machine.gpus[1].used_memory == 800
     pending[0] = False
@@ -315,6 +317,7 @@ async def test_what_is_read_when_the_plugin_goes_is_let_go_after_that(
     x.release()
     task.release()
     await until(lambda: not worker.state.tasks)
+    gc.collect()
     assert [gpu.used_memory for gpu in machine.gpus[:2]] == [800, 800]
     pending[0] = False
     await until(lambda: not any(gpu.used_memory for gpu in machine.gpus))

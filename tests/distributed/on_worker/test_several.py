@@ -169,8 +169,7 @@ async def test_a_failed_task_lets_its_inputs_go(client: Any, worker: Any, machin
         given, running = client.submit(array_on, 1), submit_on(client, 1, time.sleep, 0.3)
         queued = submit_on(client, 1, mine, given, key="queued")
         await wait_for_state("queued", "executing", worker)
-        await queued.cancel()
-        await running
+        await asyncio.gather(queued.cancel(), running)
         del given
         await async_poll_for(lambda: not any(g.used_memory for g in machine.gpus), 10)
     finally:
