@@ -24,6 +24,7 @@ from distributed.worker_state_machine import (
     RescheduleEvent,
 )
 
+from dask_devctx.dask_internals.scheduler import LOOK_AHEAD
 from dask_devctx.dask_internals.worker import replaced
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,9 @@ NODE_PARTS: Final[dict[Any, Callable[[Any], Any]]] = {
     DataNode: lambda node: (node.value,),
     GraphNode: lambda node: (),
 }
+# How long a worker that has enough to do gathers outcomes for its next message. With dask's 2 ms,
+# nearly each small task has a message of its own, for which two event loops pay.
+_WHILE_BUSY_S: Final = 0.01
 
 
 class TaskStandIn:
@@ -74,9 +78,10 @@ def executed_by(
     """
     execute, states, stream = worker.execute, worker.state.tasks, worker.batched_stream
     running, ready = worker.state.executing, worker.state.ready
-    ended, passed_on = False, set()
+    ended, passed_on, busy, other_interval = False, set(), False, _WHILE_BUSY_S
 
     async def executed(key: Hashable, *, stimulus_id: str) -> Any:
+        nonlocal busy, other_interval
         if ended and key not in passed_on:  # it did not begin before the end of this
             passed_on.add(key)
             try:
@@ -104,7 +109,10 @@ def executed_by(
                 end(ts, stand_in, event)
             except Exception:  # without its event, the task would stay in "executing"
                 logger.exception("The end of %r was not counted", key)
-        if len(running) < 2 and not ready:
+        left = len(running) + len(ready)  # with this one
+        if not ended and busy != (2 * left >= max(worker.state.nthreads, LOOK_AHEAD)):
+            busy, other_interval, stream.interval = not busy, stream.interval, other_interval
+        if left < 2:
             stream.next_deadline = None  # dask would hold this back for others, which do not come
             if stream.buffer:
                 stream.waker.set()
@@ -115,6 +123,8 @@ def executed_by(
             yield
     finally:
         ended = True
+        if busy:
+            stream.interval = other_interval
     for ts in states.values():
         if isinstance(ts.run_spec, TaskStandIn):
             ts.run_spec = ts.run_spec.task

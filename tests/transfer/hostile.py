@@ -24,6 +24,11 @@ class Thing:
             setattr(self, f"part{index}", part)
 
 
+class Holder:
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+
 class Slotted:
     __slots__ = ("a", "b", "never_set")
 
@@ -43,18 +48,16 @@ class FrozenSlotted:
     label: Any = None
 
 
-class FrozenDict(dict[Any, Any]):
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise TypeError("it is frozen")
+def _frozen(self: object, *_: Any, **__: Any) -> Any:
+    raise TypeError("it is frozen")
 
-    __setitem__ = update = clear = pop = setdefault = __delitem__ = _refuse
+
+class FrozenDict(dict[Any, Any]):
+    __setitem__ = update = clear = pop = setdefault = __delitem__ = _frozen
 
 
 class FrozenList(list[Any]):
-    def _refuse(self, *_: Any) -> Any:
-        raise TypeError("it is frozen")
-
-    __setitem__ = append = extend = insert = clear = __iadd__ = _refuse
+    __setitem__ = append = extend = insert = clear = __iadd__ = _frozen
 
 
 class Shape(tuple[Any, ...]):
@@ -81,11 +84,11 @@ class ByReduce:
         return type(self), tuple(self.parts)
 
 
-class ByState:
+class ByState(Holder):
     """Leaves its lock out, as for pickle."""
 
     def __init__(self, part: Any) -> None:
-        self.part = part
+        super().__init__(part)
         self.lock = threading.Lock()
 
     def __getstate__(self) -> Any:
@@ -103,26 +106,21 @@ class Unlooked:
         raise ValueError(f"no {name}")
 
 
-class UnlookedDict(dict[Any, Any]):
-    def _refuse(self, *_: Any) -> Any:
-        raise ValueError("not to be looked at")
+def _refuse(self: object, *_: Any) -> Any:
+    raise ValueError(f"not to be looked at, or compared: {type(self)}")
 
+
+class UnlookedDict(dict[Any, Any]):
     items = keys = values = __iter__ = __getitem__ = __len__ = get = _refuse
 
 
 class UnlookedList(list[Any]):
-    def _refuse(self, *_: Any) -> Any:
-        raise ValueError("not to be looked at")
-
     __iter__ = __getitem__ = __len__ = copy = _refuse
 
 
 class Unequal:
     def __init__(self, part: Any, rank: int = 0) -> None:
         self.part, self.rank = part, rank
-
-    def _refuse(self, *_: Any) -> Any:
-        raise ValueError("not to be compared")
 
     __eq__ = __bool__ = __len__ = _refuse
 
@@ -169,26 +167,17 @@ CONTAINERS: dict[str, Callable[[Sequence[Any]], Any]] = {
 }
 
 
-class Singleton:
-    def __init__(self, part: Any) -> None:
-        self.part = part
-
+class Singleton(Holder):
     def __reduce__(self) -> Any:
         return "THE_ONE"
 
 
-class NotPickled:
-    def __init__(self, part: Any) -> None:
-        self.part = part
-
+class NotPickled(Holder):
     def __reduce__(self) -> Any:
         raise TypeError("it holds a connection")
 
 
-class EndsSomething:
-    def __init__(self, part: Any) -> None:
-        self.part = part
-
+class EndsSomething(Holder):
     def __del__(self) -> None:
         pass
 

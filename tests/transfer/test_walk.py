@@ -14,7 +14,7 @@ import pytest
 
 from dask_devctx import Device
 from dask_devctx.transfer import device_of, location, nbytes_by_device, to_device, walk
-from tests.transfer.hostile import ByReduce, Thing
+from tests.transfer.hostile import ByReduce, Holder, Thing
 from tests.transfer.shapes import array
 
 pytestmark = pytest.mark.usefixtures("machine")
@@ -136,15 +136,10 @@ def test_each_leaf_counts_once_among_few_objects_and_many(
     assert device_of(value) is Device(0)  # as many bytes on each: the lower ordinal
 
 
-class Wrapped:
-    def __init__(self, part: Any) -> None:
-        self.part = part
-
-
 def test_a_type_that_copyreg_knows_is_made_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    reduce = lambda value: (Wrapped, (value.part,))  # noqa: E731
-    monkeypatch.setitem(copyreg.dispatch_table, Wrapped, reduce)
-    value = Wrapped(array(0))
+    reduce = lambda value: (Holder, (value.part,))  # noqa: E731
+    monkeypatch.setitem(copyreg.dispatch_table, Holder, reduce)
+    value = Holder(array(0))
     value.not_said = 1  # type: ignore[attr-defined]
     moved = to_device(value, 1)
     assert vars(moved).keys() == {"part"}
