@@ -39,8 +39,8 @@ NODE_PARTS: Final[dict[Any, Callable[[Any], Any]]] = {
     DataNode: lambda node: (node.value,),
     GraphNode: lambda node: (),
 }
-# How long a worker that has enough to do gathers outcomes for its next message. With dask's 2 ms,
-# nearly each small task has a message of its own, for which two event loops pay.
+# How long a worker gathers outcomes for its next message while many tasks wait there. With dask's
+# 2 ms, nearly each small task has a message of its own, for which two event loops pay.
 _WHILE_BUSY_S: Final = 0.01
 
 
@@ -109,10 +109,9 @@ def executed_by(
                 end(ts, stand_in, event)
             except Exception:  # without its event, the task would stay in "executing"
                 logger.exception("The end of %r was not counted", key)
-        left = len(running) + len(ready)  # with this one
-        if not ended and busy != (2 * left >= max(worker.state.nthreads, LOOK_AHEAD)):
+        if not ended and busy != (2 * len(ready) >= max(worker.state.nthreads, LOOK_AHEAD)):
             busy, other_interval, stream.interval = not busy, stream.interval, other_interval
-        if left < 2:
+        if len(running) < 2 and not ready:
             stream.next_deadline = None  # dask would hold this back for others, which do not come
             if stream.buffer:
                 stream.waker.set()

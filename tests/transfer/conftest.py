@@ -10,6 +10,7 @@ import pytest
 from dask_devctx import Device, SimulatedArray
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.transfer import release_held
+from tests.transfer.order import Order
 
 
 @pytest.fixture
@@ -24,3 +25,8 @@ def x(machine: SimulatedMachine) -> Iterator[SimulatedArray]:
     yield array
     machine.faults.clear()
     assert release_held() == 0, "something is still held"
+
+
+@pytest.fixture
+def order(machine: SimulatedMachine, x: SimulatedArray) -> Order:
+    return Order(machine)

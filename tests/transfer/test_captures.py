@@ -87,10 +87,9 @@ def test_values_are_stamped_and_moved_and_pages_locked_meanwhile(
 
 
 def test_a_reader_of_what_was_stamped_meanwhile_waits(
-    machine: SimulatedMachine, x: SimulatedArray, later: Callable[..., Any]
+    machine: SimulatedMachine, order: Order, x: SimulatedArray, later: Callable[..., Any]
 ) -> None:
     """The legacy stream could not be recorded: it is, when the capture is over."""
-    order = Order(machine)
     order.give("made", 0)
     capture = Capture(machine, THREAD_LOCAL, blocking=True)
     made = stamp(x)
@@ -108,9 +107,8 @@ def test_a_reader_of_what_was_stamped_meanwhile_waits(
 
 
 def test_a_read_in_the_legacy_stream_waits(
-    machine: SimulatedMachine, x: SimulatedArray, later: Callable[..., Any]
+    machine: SimulatedMachine, order: Order, x: SimulatedArray, later: Callable[..., Any]
 ) -> None:
-    order = Order(machine)
     order.give("made", 0)
     made = stamp(x)
     capture = Capture(machine, THREAD_LOCAL, blocking=True)
@@ -145,9 +143,8 @@ def test_a_capture_that_begins_just_now_is_noticed(
 
 
 def test_a_thread_does_not_wait_for_its_own_capture(
-    machine: SimulatedMachine, x: SimulatedArray, monkeypatch: pytest.MonkeyPatch
+    machine: SimulatedMachine, order: Order, x: SimulatedArray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order = Order(machine)
     order.give("made", 0)
     made = stamp(x)
     stream = order.stream(0, blocking=True)

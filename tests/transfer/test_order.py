@@ -19,12 +19,6 @@ from tests.conftest import simulation  # noqa: F401  # both
 from tests.transfer.order import Order
 from tests.transfer.shapes import array
 
-
-@pytest.fixture
-def order(machine: SimulatedMachine, x: SimulatedArray) -> Order:
-    return Order(machine)
-
-
 Streams = Callable[..., None]
 
 

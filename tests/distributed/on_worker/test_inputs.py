@@ -162,10 +162,8 @@ def test_what_is_read_on_other_streams_waits_for_the_work_that_makes_it(
 
     @one_worker()
     async def body(client: Client) -> None:
-        with dask.annotate(device=1):
-            x = client.submit(maker, pure=False)
-            y = client.submit(maker, pure=False)
-            await wait([x, y])
+        x, y = (submit_on(client, 1, maker, pure=False) for _ in range(2))
+        await wait([x, y])
         monkeypatch.setattr(events, "current_streams", lambda device: (PER_THREAD_STREAM,))
 
         async def read(future: Any) -> None:

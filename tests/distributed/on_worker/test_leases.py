@@ -74,10 +74,9 @@ def test_workers_that_come_and_go_share_evenly() -> None:
         assert who_has(client) == [[0, 1], [2, 3]]
         client.register_plugin(DevicePlugin(tasks_per_device=2))
         assert who_has(client) == [[0, 1], [2, 3]]
-        with dask.annotate(device=3):  # one that is killed comes back with its devices
-            before = client.submit(os.getpid, pure=False).result()
-            os.kill(before, 9)
-            assert client.submit(os.getpid, pure=False).result(timeout=60) != before
+        before = submit_on(client, 3, os.getpid, pure=False).result()
+        os.kill(before, 9)  # it comes back with its devices
+        assert submit_on(client, 3, os.getpid, pure=False).result(timeout=60) != before
         assert who_has(client) == [[0, 1], [2, 3]]
         said = r"cuda:1.* held by .*worker [01] of its own cl"
         with pytest.raises(DevicesInUseError, match=said):
