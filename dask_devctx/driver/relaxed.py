@@ -42,10 +42,6 @@ class RelaxedCapture:
         self._calls.exchange_capture_mode(self._before)
 
 
-# A stream has room for about a thousand launches, which take longer than this: so long after it was
-# empty it is not full.
-FILLS_S: Final = 0.002
-
 _EXCHANGE: Final = "cuThreadExchangeStreamCaptureMode"
 # The C functions of a look, with the version of CUDA that introduced the signature used here.
 _FUNCTIONS: Final = {
@@ -137,29 +133,22 @@ class Look:
             raise self._checked.error(*self._named(failed))
         return failed is None
 
-    def _recorded(
-        self, *record: int, current: tuple[int, ...] = (), has_room: bool = False
-    ) -> tuple[int, int] | None:
+    def _recorded(self, *record: int, current: tuple[int, ...] = ()) -> tuple[int, int] | None:
         """Make a call that records, unless a capture forbids it; return what failed, or None."""
-        # While the legacy stream is full, a record waits, and must not keep the GIL. To release it
-        # for each one makes most tasks wait for it.
-        exchange, allowed = self._addresses[_EXCHANGE], self._idle[:3]  # without its query
-        idle = allowed if has_room else self._idle
-        failed = invoke_relaxed(exchange, *current, *idle, *record)
+        # A stream has room for about a thousand launches. While the legacy stream is full, a record
+        # waits, and must not keep the GIL. To release it for each one makes most tasks wait for it.
+        exchange = self._addresses[_EXCHANGE]
+        failed = invoke_relaxed(exchange, *current, *self._idle, *record)
         if failed is not None and failed[1] == statuses.NOT_READY:
-            failed = wait_relaxed(exchange, *current, *allowed, *record)
+            failed = wait_relaxed(exchange, *current, *self._idle[:3], *record)  # not its query
         return failed
 
-    def record(self, event: int, context: int, *, has_room: bool = False) -> bool:
-        """Make a context current, and record all its work in an event unless a capture forbids.
-
-        ``has_room``: no stream can be full, so the record waits for nothing.
-        """
+    def record(self, event: int, context: int) -> bool:
+        """Make a context current, and record all its work in an event unless a capture forbids."""
         by = self._addresses
         if by and (record := by["cuCtxRecordEvent"]):
             current = by["cuCtxSetCurrent"], context, 0
-            failed = self._recorded(record, context, event, current=current, has_room=has_room)
-            return failed is None
+            return self._recorded(record, context, event, current=current) is None
         # A driver that is older than CUDA 12.5 lacks the function.
         with RelaxedCapture(self._calls), suppress(DriverError, AttributeError, RuntimeError):
             self._calls.driver.cuCtxSetCurrent(context)

@@ -45,10 +45,10 @@ class WorkCalls:
 
     # -- events: points in the work that a device was given
 
-    # While a stream is full, what adds work to it waits for the device, and so does making an
-    # event; while the legacy stream is full, all of it waits. So these calls go through the
-    # bindings, which release the GIL; with ``at_once``, which is for calls that have room, by their
-    # address.
+    # A stream has room for about a thousand launches. While it is full, what adds work to it waits
+    # for the device, and so does making an event; while the legacy stream is full, all of it waits.
+    # So these calls go through the bindings, which release the GIL; with ``at_once``, which is for
+    # calls that have room, by their address.
 
     def event_create(self, *, timed: bool = False) -> int:
         """Create an event of the current context; ``timed`` ones know when they were reached."""

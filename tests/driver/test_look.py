@@ -116,16 +116,6 @@ def test_an_event_is_recorded_without_the_gil_where_the_legacy_stream_is_busy(
             assert bool(waiting) is busy
             waiting.clear()
 
-    look.machine.driver.busy = {LEGACY_STREAM}
-    moments = iter([0, 0, 1.9e-3, 0, 3.8e-3, 0, 5.9e-3, 0, 6e-3, 0])  # of each mark, and its end
-    monkeypatch.setattr("dask_devctx.worker.failures.calls.time.perf_counter", moments.__next__)
-    kept = []
-    for waits in 1, 1, 1, 2, 3:  # at first; while all marks are reached; after longer; while not
-        if waits == 3:
-            look.fail("cuEventQuery", "NOT_READY")
-        kept.append(look("look", mark=True, kept=True)[0])
-        assert (kept[-1] is None, len(waiting)) == (False, waits)
-
 
 @pytest.mark.parametrize("in_python", [False, True])
 def test_a_look_records_nothing_that_would_spoil_a_capture(

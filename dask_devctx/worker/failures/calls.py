@@ -12,7 +12,7 @@ from typing import Final
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver import statuses
-from dask_devctx.driver.relaxed import FILLS_S, RelaxedCapture
+from dask_devctx.driver.relaxed import RelaxedCapture
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer.events import Event
 
@@ -128,7 +128,6 @@ class Work:
         self._calls = calls
         # The events that the device has not reached, each with the number at which it was recorded.
         self._marks: deque[tuple[int, Event]] = deque(maxlen=_REMEMBERED)
-        self._marked_at = float("-inf")
         self._event: Event | None = None  # of all marks that nobody keeps
         self._looking = threading.Lock()  # held while the marks or the rest are in use
 
@@ -165,11 +164,9 @@ class Work:
                 if self._event is None:
                     self._event = Event(self.device)
                 event = Event(self.device, self._event) if kept else self._event
-                number, now = next(self.numbers), time.perf_counter()
-                has_room = not marks and now - self._marked_at < FILLS_S
-                if look.record(event._handle, self.device._handle, has_room=has_room):
+                number = next(self.numbers)
+                if look.record(event._handle, self.device._handle):
                     marks.append((number, event))
-                    self._marked_at = now
                     return event if kept else None  # an old driver has no marks: nothing is cleared
                 self._event = None  # another context's, if the device was reset
             elif asked:
