@@ -41,7 +41,7 @@ NODE_PARTS: Final[dict[Any, Callable[[Any], Any]]] = {
 }
 # How long a worker gathers outcomes for its next message while many tasks wait there. With dask's
 # 2 ms, nearly each small task has a message of its own, for which two event loops pay.
-_WHILE_BUSY_S: Final = 0.01
+_BATCH_S: Final = 0.01
 
 
 class TaskStandIn:
@@ -76,12 +76,10 @@ def executed_by(
     ``begin`` gets the worker's state of the task and must not raise; ``end`` gets it too, with the
     stand-in and dask's event of the outcome, None without one.
     """
-    execute, states, stream = worker.execute, worker.state.tasks, worker.batched_stream
-    running, ready = worker.state.executing, worker.state.ready
-    ended, passed_on, busy, other_interval = False, set(), False, _WHILE_BUSY_S
+    execute, states = worker.execute, worker.state.tasks
+    ended, passed_on = False, set()
 
     async def executed(key: Hashable, *, stimulus_id: str) -> Any:
-        nonlocal busy, other_interval
         if ended and key not in passed_on:  # it did not begin before the end of this
             passed_on.add(key)
             try:
@@ -109,12 +107,6 @@ def executed_by(
                 end(ts, stand_in, event)
             except Exception:  # without its event, the task would stay in "executing"
                 logger.exception("The end of %r was not counted", key)
-        if not ended and busy != (2 * len(ready) >= max(worker.state.nthreads, LOOK_AHEAD)):
-            busy, other_interval, stream.interval = not busy, stream.interval, other_interval
-        if len(running) < 2 and not ready:
-            stream.next_deadline = None  # dask would hold this back for others, which do not come
-            if stream.buffer:
-                stream.waker.set()
         return event
 
     try:
@@ -122,11 +114,32 @@ def executed_by(
             yield
     finally:
         ended = True
-        if busy:
-            stream.interval = other_interval
     for ts in states.values():
         if isinstance(ts.run_spec, TaskStandIn):
             ts.run_spec = ts.run_spec.task
+
+
+@contextmanager
+def told_in_time(worker: Worker) -> Iterator[None]:
+    """While it is open, the scheduler hears of a worker's last task at once, of many in batches."""
+    stream, running, ready = worker.batched_stream, worker.state.executing, worker.state.ready
+    send, many, other_interval = stream.send, False, _BATCH_S
+
+    def tell(*messages: Any) -> None:
+        nonlocal many, other_interval
+        if many != (2 * len(ready) >= max(worker.state.nthreads, LOOK_AHEAD)):
+            many, other_interval, stream.interval = not many, stream.interval, other_interval
+        send(*messages)
+        if not running and not ready:
+            stream.next_deadline = None  # dask would hold this back for others, which do not come
+            stream.waker.set()
+
+    try:
+        with replaced(vars(stream), "send", tell):
+            yield
+    finally:
+        if many:
+            stream.interval = other_interval
 
 
 def ended_here(worker: Worker, which: Callable[[Mapping[str, Any] | None], bool]) -> set[Hashable]:

@@ -13,7 +13,7 @@ from typing import Any
 import dask
 import numpy as np
 import pytest
-from distributed import Client, Event, Worker, get_worker, wait
+from distributed import Client, Worker, get_worker, wait
 from distributed.protocol.cuda import cuda_deserialize, cuda_serialize
 
 from dask_devctx import Device, DevicePlugin, SimulatedArray, driver, report
@@ -26,7 +26,6 @@ from dask_devctx.transfer.libraries import MODULES, Library
 from dask_devctx.worker.peers import transfers, transport
 from tests.device_memory import read, write
 from tests.distributed import peers
-from tests.distributed.devices import blocks
 
 Pair = tuple[Client, list[str]]
 ARRIVED = (1.0, True)
@@ -253,7 +252,7 @@ def hold_back(seconds: float, dask_worker: Any) -> None:
         stream.waker.set()
 
 
-def test_a_workers_only_task_is_told_at_once_and_so_is_its_end(pair: Pair) -> None:
+def test_a_workers_last_tasks_are_told_at_once_and_so_are_their_ends(pair: Pair) -> None:
     client, (first, second) = pair
     x = client.submit(SimulatedArray, (2,), workers=[first])
     wait(x)
@@ -262,29 +261,10 @@ def test_a_workers_only_task_is_told_at_once_and_so_is_its_end(pair: Pair) -> No
     try:  # the message before an end tells that the input has arrived
         for _ in range(2):
             wait(client.submit(read, x, workers=[second], pure=False), timeout=20)
+        wait(client.map(read, [x] * 6, workers=[second], pure=False), timeout=20)  # end together
     finally:
         for run in (client.run, client.run_on_scheduler):
             run(hold_back, 0.002)
-
-
-def states(dask_worker: Worker) -> set[str]:
-    return {ts.state for ts in dask_worker.state.tasks.values()}
-
-
-def test_what_waited_is_sent_where_the_end_of_a_task_sends_nothing(pair: Pair) -> None:
-    client, workers = pair
-    running = client.submit(blocks, "running", workers=workers[:1], pure=False)
-    assert Event("running-started", client=client).wait(20)
-    client.run(hold_back, 60.0, workers=workers[:1])
-    try:
-        for _ in range(2):  # the second is held back
-            client.run(lambda dask_worker: dask_worker.log_event("told", 1), workers=workers[:1])
-        running.cancel()
-        assert peers.until(lambda: "cancelled" in client.run(states)[workers[0]], 20)
-        Event("go-on", client=client).set()
-        assert peers.until(lambda: len(client.get_events("told")) == 2, 20)
-    finally:
-        client.run(hold_back, 0.002)
 
 
 def test_the_plugin_may_go_and_come_back(pair: Pair) -> None:
