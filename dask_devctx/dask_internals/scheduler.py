@@ -97,8 +97,10 @@ def idle_workers_hear_at_once(scheduler: Scheduler) -> AbstractContextManager[No
         for address, msgs in worker_msgs.items():
             ws = scheduler.workers.get(address)
             given = "compute-task" in (msgs[0]["op"], msgs[-1]["op"])
-            if given and ws is not None and len(ws.processing) <= len(msgs):
-                streams[address].next_deadline = None
+            if given and ws is not None:
+                stream = streams[address]
+                if len(ws.processing) <= len(stream.buffer) + len(msgs):  # none of them is there
+                    stream.next_deadline = None
         send_all(client_msgs, worker_msgs)
 
     return replaced(vars(scheduler), "send_all", send)

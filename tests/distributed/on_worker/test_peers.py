@@ -262,6 +262,8 @@ def test_a_workers_last_tasks_are_told_at_once_and_so_are_their_ends(pair: Pair)
         for _ in range(2):
             wait(client.submit(read, x, workers=[second], pure=False), timeout=20)
         wait(client.map(read, [x] * 6, workers=[second], pure=False), timeout=20)  # end together
+        many = client.map(str, range(80), pure=False)  # the scheduler sends some when others end
+        assert peers.until(lambda: sum(one.done() for one in many) > 40, 20)
     finally:
         for run in (client.run, client.run_on_scheduler):
             run(hold_back, 0.002)
