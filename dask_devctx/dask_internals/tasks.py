@@ -39,9 +39,9 @@ NODE_PARTS: Final[dict[Any, Callable[[Any], Any]]] = {
     DataNode: lambda node: (node.value,),
     GraphNode: lambda node: (),
 }
-# How long a worker gathers outcomes for its next message while many tasks wait there. With dask's
-# 2 ms, nearly each small task has a message of its own, for which two event loops pay.
-_BATCH_S: Final = 0.01
+# As long as the scheduler gathers a worker's tasks, a worker gathers outcomes while many tasks wait
+# there: with dask's 2 ms, nearly each has a message of its own, for which two event loops pay.
+_BATCH_S: Final = 0.005
 
 
 class TaskStandIn:
