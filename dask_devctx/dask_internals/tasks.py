@@ -39,8 +39,8 @@ NODE_PARTS: Final[dict[Any, Callable[[Any], Any]]] = {
     DataNode: lambda node: (node.value,),
     GraphNode: lambda node: (),
 }
-# As long as the scheduler gathers a worker's tasks, a worker gathers outcomes while many tasks wait
-# there: with dask's 2 ms, nearly each has a message of its own, for which two event loops pay.
+# While many tasks wait, a worker gathers outcomes as long as the scheduler gathers its tasks: with
+# dask's 2 ms, nearly each has a message of its own, for which two event loops pay.
 _BATCH_S: Final = 0.005
 
 
