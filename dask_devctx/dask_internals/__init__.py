@@ -102,8 +102,8 @@ NAMES = tuple(f"{owner}{name}" for owner, names in _BY_OWNER.items() for name in
 ON_A_WORKER, ON_A_SCHEDULER = (
     tuple(names.split())
     for names in (
-        "_pending_plugins batched_stream.interval batched_stream.next_deadline "
-        "batched_stream.waker executors[default] executors[offload] "
+        "_pending_plugins batched_stream.buffer batched_stream.interval "
+        "batched_stream.next_deadline executors[default] executors[offload] "
         "handlers[actor_attribute] handlers[actor_execute] handlers[get_data] handlers[run] "
         "handlers[run_coroutine] memory_manager.data memory_manager.memory_limit metrics nanny "
         "periodic_callbacks[heartbeat] state.actors state.data state.executing state.ready "

@@ -129,10 +129,9 @@ def told_in_time(worker: Worker) -> Iterator[None]:
         nonlocal many, other_interval
         if many != (2 * len(ready) >= max(worker.state.nthreads, LOOK_AHEAD)):
             many, other_interval, stream.interval = not many, stream.interval, other_interval
-        send(*messages)
         if not running and not ready:
             stream.next_deadline = None  # dask would hold this back for others, which do not come
-            stream.waker.set()
+        send(*messages)
 
     try:
         with replaced(vars(stream), "send", tell):

@@ -113,15 +113,12 @@ async def test_unregistering_while_tasks_run(client: Any, worker: Any) -> None:
     assert await client.submit(here, "much later") is None
 
 
-def waits(name: str) -> None:
-    Event(name).wait()
-
-
 @with_plugin(8)
 async def test_outcomes_are_told_in_batches_while_many_tasks_wait(client: Any, worker: Any) -> None:
     usual = worker.batched_stream.interval
     for end in ("of the tasks", "of the plugin"):
         names = [end, *["others"] * 12]  # dask sends all where they may run nowhere else
+        waits = lambda name: Event(name).wait()  # noqa: E731
         first, *others = client.map(waits, names, pure=False, workers=[worker.address])
         await Event(end, client).set()
         await first
