@@ -41,15 +41,15 @@ class Pair:
         self.workers: list[str] = []
         self.look()
 
-    def look(self) -> None:
-        """Wait for both workers; the first drives the first GPU."""
+    def look(self, *, ended: str = "") -> None:
+        """Wait for both workers, and for the end of one; the first drives the first GPU."""
         until = time.monotonic() + 60
         while time.monotonic() < until:
             try:
                 found = self.client.run(first_device)
             except Exception:  # one is ending
                 found = {}
-            if len(found) == 2 and None not in found.values():
+            if len(found) == 2 and None not in found.values() and ended not in found:
                 self.workers = sorted(found, key=found.__getitem__)
                 return
             time.sleep(0.2)
@@ -197,7 +197,7 @@ def broken(how: str) -> Any:
             with suppress(TimeoutError):  # a suspect waits for its worker's address, which is gone
                 bad.exception(timeout=10)
             bad.cancel()
-        pair.look()
+        pair.look(ended=pair.workers[victim])  # it still answers when its task has its error
         killed_others += other not in pair.workers
         del used, made
     wrong += pair.send(marked, (1000, 5.0), least) != 5.0
