@@ -116,13 +116,14 @@ async def test_unregistering_while_tasks_run(client: Any, worker: Any) -> None:
 @with_plugin(8)
 async def test_outcomes_are_told_in_batches_while_many_tasks_wait(client: Any, worker: Any) -> None:
     usual = worker.batched_stream.interval
-    for end in ("of the tasks", "of the plugin"):
-        names = [end, *["others"] * 12]  # dask sends all where they may run nowhere else
+    # Of the others 8 run, so 3 or 4 wait: half of the 8 that a worker may hold, or fewer.
+    for end, count in (("of a few", 11), ("of the tasks", 12), ("of the plugin", 12)):
+        names = [end, *["others"] * count]  # dask sends all where they may run nowhere else
         waits = lambda name: Event(name).wait()  # noqa: E731
         first, *others = client.map(waits, names, pure=False, workers=[worker.address])
         await Event(end, client).set()
         await first
-        assert worker.batched_stream.interval > usual
+        assert (worker.batched_stream.interval > usual) == (count == 12)
         if end == "of the plugin":
             await client.unregister_worker_plugin("devctx")
             assert worker.batched_stream.interval == usual
