@@ -84,21 +84,6 @@ class DeviceExtension:
             traffic = self.traffic = TrafficCounts()
             traffic.on_copy, self.history.refresh = self.history.copied, traffic.measure
             steps.enter_context(metric(worker, TRAFFIC, lambda worker: traffic.rows()))
-            steps.enter_context(unpickled_later(is_out_of_memory))
-            rechunks = Rechunks(worker, used, lambda: self.store, traffic)
-            steps.enter_context(rechunking(worker, rechunks))
-            self.peers = PeerTransfers(
-                worker,
-                used,
-                options,
-                self.limits,
-                lambda: self.store,  # type: ignore[arg-type, return-value]
-                traffic,
-                has_failed=self.monitor.has_failed,
-            )
-            steps.enter_context(exchanging(self.peers))
-            self.monitor.retries.peers = self.peers
-            steps.enter_context(exposed(self.record, traffic.rows))
             if used:
                 self.store = steps.enter_context(
                     storing(
@@ -111,8 +96,24 @@ class DeviceExtension:
                         on_failure=self.monitor.noticed,
                     )
                 )
+            steps.enter_context(unpickled_later(is_out_of_memory))
+            rechunks = Rechunks(worker, used, self.store, traffic)
+            steps.enter_context(rechunking(worker, rechunks))
+            self.peers = PeerTransfers(
+                worker,
+                used,
+                options,
+                self.limits,
+                self.store,  # type: ignore[arg-type]  # nothing needs it without devices
+                traffic,
+                has_failed=self.monitor.has_failed,
+            )
+            steps.enter_context(exchanging(self.peers))
+            self.monitor.retries.peers = self.peers
+            if self.store is not None:
                 self.store.spill.stagings = self.peers.stagings
                 self.monitor.retries.store = self.store
+            steps.enter_context(exposed(self.record, traffic.rows))
             self.pools = steps.enter_context(device_threads(worker, self.admission))
             actors = DeviceActors(worker, self.monitor, move_inputs=options.move_inputs)
             steps.enter_context(replaced_actors(worker, actors))

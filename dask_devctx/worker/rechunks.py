@@ -12,7 +12,7 @@ import functools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -57,7 +57,7 @@ class Rechunks:
         self,
         worker: Worker,
         devices: Sequence[Device],
-        store: Callable[[], Store | None],
+        store: Store | None,
         traffic: TrafficCounts,
     ) -> None:
         self._worker = worker
@@ -67,7 +67,7 @@ class Rechunks:
 
     def keep(self, run: DeviceRechunk, index: Index, block: Any) -> Held | None:
         """Keep a block in the run, and tell about it; None for a block in host memory."""
-        device, store = device_of(block), self._store()
+        device, store = device_of(block), self._store
         if device is None:
             return None
         library = of_type(type(block))
@@ -266,8 +266,7 @@ class Rechunks:
     def _empty(
         self, library: Library, shape: tuple[int, ...], dtype: Any, device: Device, nbytes: int
     ) -> Any:
-        store = self._store()
-        make = functools.partial(library.empty, shape, dtype, device)
+        make, store = functools.partial(library.empty, shape, dtype, device), self._store
         return make() if store is None else store.spill.allocated(device, nbytes, make)
 
 

@@ -132,7 +132,7 @@ async def _complete(local: PeerTransfers, address: str, comm: Any, msg: Message)
                 except Exception as error:
                     unread[key] = error
 
-    spill = local.store().spill
+    spill = local.store.spill
     try:
         if not spill.make_room(device, receiving.nbytes, wait=False):
             await local.run(spill.make_room, device, 0)
@@ -166,7 +166,7 @@ async def _arrive(
     more = more_pieces(receiving.nbytes)
 
     def begin() -> None:  # each change of threads takes time
-        local.store().spill.allocated(receiving.device, receiving.nbytes, receiving.allocate)
+        local.store.spill.allocated(receiving.device, receiving.nbytes, receiving.allocate)
         if receiving.nbytes:
             receiving.start()
         if not more:

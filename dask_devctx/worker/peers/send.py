@@ -53,7 +53,7 @@ def answering(local: PeerTransfers, get_data: Callable[..., Any]) -> Callable[..
     async def answer(comm: Any, keys: Any, who: str | None = None, serializers: Any = None) -> Any:
         asking = _Asking(local, comm, who or "")
         if asking.inside:
-            await readable(local.store().values_of(keys))
+            await readable(local.store.values_of(keys))
         token = SENDING.set(not asking.inside)
         try:
             who = asking.address or None
@@ -115,7 +115,7 @@ async def _prepared(
     local: PeerTransfers, asking: _Asking, msg: Message
 ) -> tuple[Message, Sending | None]:
     """Return an answer: its values are staged, in host memory, or left for UCX to carry."""
-    store, who, data = local.store(), asking.address, msg["data"]
+    store, who, data = local.store, asking.address, msg["data"]
     reason, places = local.transport.why_not(asking.said), _on_devices(data, local.devices, store)
     work = {  # without values in host memory
         key: _work(store, key, there)
@@ -148,7 +148,7 @@ def _in_host_memory(
     work: Mapping[Hashable, Stamp],
 ) -> dict[Hashable, Any]:
     """Return the values of an answer in host memory, without those that dask sends as they are."""
-    spill, found = local.store().spill, dict[Hashable, Any]()
+    spill, found = local.store.spill, dict[Hashable, Any]()
     full = asking.takes_values and asking.said.startswith(FULL)
     for key, there in places.items():
         value, device = data[key].data, next(iter(there))

@@ -55,7 +55,7 @@ class PeerTransfers:
     devices: Sequence[Device]
     options: Options
     limits: Mapping[Device, int]
-    store: Callable[[], Store]  # the values; only with devices
+    store: Store  # the values; only with devices
     traffic: TrafficCounts
     has_failed: Callable[..., bool]  # whether a device of the worker has failed
     opened: OpenedBuffers = field(default_factory=OpenedBuffers)
