@@ -37,7 +37,7 @@ async def leave(key: str, to_disk: bool, dask_worker: Any) -> bool:
     data = dask_worker.data
     for _ in range(1000):  # small values share allocations, which stay while one of them is in use
         for device in dask_worker.plugins["devctx"].worker_devices:
-            data.spill.spill_all(device)
+            data.spill.clear(device)
         (value,) = data.values_of([key])
         if value.is_away and (not to_disk or key in data.fast):
             break

@@ -171,16 +171,6 @@ class Spill:
         finally:
             account.spilling.release()
 
-    def spill_all(self, device: Device) -> int:
-        """Spill all values that are not in use from a device that ran out of memory; waits."""
-        account = self.accounts[device]
-        if not self.open:
-            return 0
-        with account.spilling:
-            freed = self._leave(account, account.limit)
-        release_held()
-        return freed
-
     # -- values that come and go
 
     def add(self, value: Value) -> None:
@@ -397,10 +387,14 @@ class Spill:
         return whole
 
     def clear(self, device: Device, nbytes: int | None = None) -> int:
-        """Free memory of a device that ran out: so many bytes of copies, or all not in use."""
-        freed = self.copies.drop(device, nbytes)
-        if nbytes is None:
-            freed += self.spill_all(device)
+        """Free memory of a device that ran out: so many bytes of copies, or all not in use; waits.
+
+        Returns the bytes of the copies, and of the values that were spilled.
+        """
+        freed, account = self.copies.drop(device, nbytes), self.accounts[device]
+        if nbytes is None and self.open:
+            with account.spilling:
+                freed += self._leave(account, account.limit)
         release_held()
         with suppress(DevctxError), device:
             release_library_caches()

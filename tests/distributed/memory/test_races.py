@@ -59,8 +59,8 @@ def test_values_leave_although_the_copy_of_one_failed(status: str) -> None:
         memory = memory_of(client)
         faults = driver.backend().machine.faults
         faults.inject("cuMemcpyDtoHAsync", getattr(CUresult, f"CUDA_ERROR_{status}"))
-        memory.spill_all(Device(0))
-        memory.spill_all(Device(0))
+        memory.clear(Device(0))
+        memory.clear(Device(0))
         assert used(memory) == 0
         assert totals(client, futures) == [n * 16384 for n in range(8)]
 
@@ -76,14 +76,14 @@ def test_a_value_that_a_task_needs_while_it_is_copied_to_the_host_stays() -> Non
         faults = driver.backend().machine.faults
         faults.inject("cuMemcpyDtoHAsync", None, when=pin)
         nbytes = used(memory)
-        assert memory.spill_all(Device(0)) == 0
+        assert memory.clear(Device(0)) == 0
         assert len(found) == 1
         assert used(memory) == nbytes
         assert memory.counts(Device(0))["spills"] == 0
         faults.clear()
         found.clear()
         memory.unpin([kept])
-        assert memory.spill_all(Device(0)) == nbytes
+        assert memory.clear(Device(0)) == nbytes
         assert client.submit(total, made, pure=False).result() == 16384
 
 
@@ -94,14 +94,14 @@ def test_a_result_stays_on_its_device_until_dask_stores_it() -> None:
 
         def spill_before(*events: Any) -> None:
             if any(isinstance(one, ExecuteSuccessEvent) for one in events):
-                found.append((used(memory), memory.spill_all(Device(0)), used(memory)))
+                found.append((used(memory), memory.clear(Device(0)), used(memory)))
             handle(*events)
 
         worker.handle_stimulus = spill_before
         made = client.submit(full, 1)
         wait(made)
         assert found == [(131072, 0, 131072)]
-        assert memory.spill_all(Device(0)) == 131072
+        assert memory.clear(Device(0)) == 131072
         assert client.submit(total, made, pure=False).result() == 16384
 
 
@@ -131,7 +131,7 @@ def test_a_value_that_was_released_comes_back_under_a_key_that_has_another_value
         first = submit_on(client, 0, full, 1, key="k")
         wait(first)
         worker = worker_of(client)
-        memory_of(client).spill_all(Device(0))
+        memory_of(client).clear(Device(0))
         (kept,) = worker.data.values_of(["k"])
         poll_for(lambda: kept.is_away, timeout=10)
         first.release()
@@ -178,7 +178,7 @@ def test_a_task_reads_after_the_copy_that_brings_its_input(
     task: Callable[[Any], Any], device: int | None, moved: bool
 ) -> None:
     with one_value(move_inputs=moved) as (client, made, memory, _, _):
-        memory.spill_all(Device(0))
+        memory.clear(Device(0))
         faults = noting_steps()
         assert submit_on(client, device, task, made, pure=False).result() == 16384
         faults.clear()
@@ -215,13 +215,13 @@ def test_others_leave_in_the_place_of_a_value_that_cannot(
         monkeypatch.setattr(Moody, "error", error)
         futures = client.map(full, range(16), pure=False)  # more than the device has
         assert totals(client, futures) == [n * 16384 for n in range(16)]
-        memory.spill_all(Device(0))
+        memory.clear(Device(0))
         assert used(memory) == nbytes
         for _ in range(3):
-            memory.spill_all(Device(0))
+            memory.clear(Device(0))
         assert sum("cannot leave cuda:0 now" in record.message for record in caplog.records) == 1
         monkeypatch.setattr(Moody, "error", None)
-        memory.spill_all(Device(0))
+        memory.clear(Device(0))
         assert used(memory) == 0
         assert client.submit(total, moody, pure=False).result() == 16384
 
@@ -235,7 +235,7 @@ def test_values_that_cannot_be_restored_for_another_worker_stay_no_longer(error:
         wait(made)
         memory = one.data.spill
         (device,) = memory.accounts
-        memory.spill_all(device)
+        memory.clear(device)
         copies = itertools.count()
         code = getattr(CUresult, f"CUDA_ERROR_{error}")
         times = 1 if error == "NOT_PERMITTED" else 1000
