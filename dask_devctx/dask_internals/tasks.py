@@ -29,10 +29,9 @@ from dask_devctx.dask_internals.worker import replaced
 
 logger = logging.getLogger(__name__)
 
-FAILED: Final = ExecuteFailureEvent
 # The state that a task gets from its event, by the event's type; "released" for all others, which
 # have no start and no stop.
-STATES: Final[dict[Any, str]] = {ExecuteSuccessEvent: "memory", FAILED: "error"}
+STATES: Final[dict[Any, str]] = {ExecuteSuccessEvent: "memory", ExecuteFailureEvent: "error"}
 # By type: a function that returns what a node holds.
 NODE_PARTS: Final[dict[Any, Callable[[Any], Any]]] = {
     Task: attrgetter("func", "args", "kwargs"),
@@ -322,13 +321,9 @@ def _submit(
 
 
 def set_most_threads(executor: ThreadPoolExecutor, count: int) -> None:
-    """Let a pool have so many threads, and start those that waiting calls need."""
+    """Let a pool have so many threads: waiting calls start further ones, idle ones beyond end."""
     executor._max_workers = count
     for _ in range(min(executor._work_queue.qsize(), count)):
         executor._adjust_thread_count()  # does nothing where there are enough
-
-
-def end_idle_threads(executor: ThreadPoolExecutor, least: int) -> None:
-    """End the threads of a pool beyond a number, each when it is idle."""
-    for _ in range(len(executor._threads) - least):
+    for _ in range(len(executor._threads) - count):
         executor.submit(secede, adjust=False)

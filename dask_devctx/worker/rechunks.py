@@ -232,8 +232,13 @@ class Rechunks:
                 addresses[one.which] = library.pointer(one.packed) + one.offset
             if arrived:
                 pieces = pieces.unpacked([one.which for one in arrived])
-            after = [value.work() for value in pinned if device in value.nbytes]
-            _copy(pieces, addresses, pointer, device, on_host, after)
+            with lanes.taken(device) as lane:
+                for value in pinned:
+                    if device in value.nbytes:
+                        lane.after(value.work())
+                lane.after_current_streams()  # the libraries reuse memory that is still read
+                pieces.copy(lane, addresses, pointer, on_host)
+            lanes.finish(lane)
         finally:
             for value in pinned:
                 value.spill.unpin([value])
@@ -284,20 +289,3 @@ def _source(
         break
     pinned.append(value)
     return library.pointer(whole), next(iter(value.nbytes)), whole
-
-
-def _copy(
-    pieces: Pieces,
-    sources: Any,
-    target: int,
-    device: Device,
-    on_host: Any = False,
-    after: Iterable[Stamp] = (),
-) -> None:
-    """Copy pieces to their places on the current device, after some work; waits."""
-    with lanes.taken(device) as lane:
-        for one in after:
-            lane.after(one)
-        lane.after_current_streams()  # the libraries reuse memory that earlier work still reads
-        pieces.copy(lane, sources, target, on_host)
-    lanes.finish(lane)

@@ -20,7 +20,6 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.tasks import (
     DeviceThreadPoolExecutor,
     ThreadPoolExecutor,
-    end_idle_threads,
     sending_tasks_on,
     set_most_threads,
 )
@@ -75,7 +74,6 @@ def threads_without_a_device(worker: Worker, count: int | None, part: float) -> 
     fewer = isinstance(executor, ThreadPoolExecutor) and most < nthreads
     if fewer:
         set_most_threads(executor, most)
-        end_idle_threads(executor, most)
     try:
         yield
     finally:
