@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Final
 
 from dask_devctx.cuda.device import Device
@@ -37,6 +37,7 @@ class Call:
     devices: tuple[Device, ...]
     is_task = False  # isolated tasks wait for tasks only, and tasks alone are tried again
     attempts = 0  # how often it ran out of memory
+    stayed: Mapping[str, int] | None = None  # the bytes that could not leave then, by reason
     is_last = False  # whether it runs once more, with its device for itself
     isolated = 0  # the number of its isolated run; 0 for any other
     once = ""  # why it does not run again, while it runs and must not

@@ -70,7 +70,7 @@ class Retries:
             *_memory_info(device),
             discovery.processes(device._backend, device.info),
             call.attempts,
-            *self.store.spill.stock(error, device),
+            *self.store.spill.stock(device, call.stayed),
             os.getpid(),
         )
         failure.__cause__, failure.__traceback__ = error, error.__traceback__

@@ -444,21 +444,21 @@ class Spill:
                     return
             sleep(_POLL_S)
 
-    def take_stock(self, error: BaseException, device: Device) -> None:
-        """Note with an error why values cannot leave a device whose memory just ran out."""
-        with self.lock, suppress(AttributeError):
-            error._devctx_stayed = self.accounts[device].reasons()  # type: ignore[attr-defined]
-
-    def stock(self, error: BaseException, device: Device) -> tuple[int | None, dict[str, int]]:
-        """Return a device's limit, and the bytes that could not leave at an error, by reason."""
-        account = self.accounts[device]
-        if account.counts.limit is None:
-            return None, {}
+    def staying(self, device: Device) -> dict[str, int]:
+        """Return the bytes of the values that cannot leave a device now, by reason."""
         with self.lock:
-            stayed = dict(getattr(error, "_devctx_stayed", None) or account.reasons())
+            return self.accounts[device].reasons()
+
+    def stock(
+        self, device: Device, stayed: Mapping[str, int] | None
+    ) -> tuple[int | None, dict[str, int]]:
+        """Return a device's limit, and the bytes that could not leave, or now cannot, by reason."""
+        if (limit := self.accounts[device].counts.limit) is None:
+            return None, {}
+        found = dict(stayed or self.staying(device))
         if beside := self.beside(device):
-            stayed["of copies, and of transfers between workers"] = beside
-        return account.counts.limit, stayed
+            found["of copies, and of transfers between workers"] = beside
+        return limit, found
 
 
 def _stays_right(value: Any) -> bool:
