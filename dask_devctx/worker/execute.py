@@ -151,7 +151,6 @@ class Runs:
         has_queue = placement.add(run)
         # The scheduler gets it; readers of dask's own task stream see it.
         ts.metadata[DEVICE] = self._uuids[devices[0]]
-        run.queued = has_queue or not run.is_plain
         if inputs and has_queue and store.moves_inputs:
             store.copies.make_ahead(inputs, *devices)
         return run

@@ -40,9 +40,6 @@ class Guard(Call):
     # A function has its device current around it. A coroutine enters it at each resume.
     is_coro = False
     ts: Any = None  # dask's state of its task
-    # Whether it has to wait for its slot. If not, it has begun for dask, and runs although it may
-    # have been cancelled a moment ago.
-    queued = False
     began_at = 0.0
     thread: int | None = None
 
@@ -104,7 +101,7 @@ class Guard(Call):
         Each attempt waits for its turn, begins, calls, and looks at its devices; then the outcome
         is returned, or the call is made once more.
         """
-        if self.queued and self.ts.state == "cancelled":
+        if self.ts is not None and self.ts.state == "cancelled":
             data.clear()
             raise Reschedule  # dask ignores this, unless the task was requested again just now
         self.began_at, self.thread = time.perf_counter(), threading.get_ident()

@@ -92,7 +92,6 @@ class DeviceRun(_Run, Claim, Guard):
 
     is_task = True
     is_plain = True  # it takes one slot, and none as a coroutine or on threads of the user's
-    queued = True
     not_again = ""
 
     def __init__(
