@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
@@ -64,7 +64,6 @@ class Runs:
         self.monitor = monitor
         self.landing = in_place_of_the_first(placement.devices)
         self.store: Store = store  # type: ignore[assignment]  # no run without devices needs it
-        self._made = {} if store is None else store.made
         # The package that names ranges for profilers; None without ranges.
         self.nvtx: Any = import_module("nvtx") if options.nvtx else None
         self.placement = placement
@@ -77,11 +76,6 @@ class Runs:
         self._failure = failure  # why the worker does not have the devices
         self.slot = self.admission.slot
         self._uuids = {device: device.uuid for device in placement.devices}
-
-    def freed(self, keys: Collection[Hashable], **message: object) -> None:
-        """Forget the results of keys that the scheduler frees."""
-        for key in keys:
-            self._made.pop(key, None)
 
     def begin(self, ts: Any) -> DeviceRun | HostRun | Refused | None:
         """Return the run of a task; None to run it as without this package."""
@@ -173,7 +167,7 @@ class Runs:
         made, run.made = run.made, None
         stores = ended and state == "memory" and ts.key not in self._actors
         if made is not None and stores and self.store.open:  # else another plugin counts it
-            self._made[ts.key] = made
+            self.store.made[ts.key] = made
             if made.nbytes:
                 made.pins = 1  # until dask stores it, in a moment
                 self.store.spill.add(made)

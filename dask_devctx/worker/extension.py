@@ -112,6 +112,7 @@ class DeviceExtension:
             self.monitor.retries.peers = self.peers
             if self.store is not None:
                 self.store.spill.stagings = self.peers.stagings
+                steps.enter_context(told_after(worker, "free-keys", self.store.freed))
                 self.monitor.retries.store = self.store
             steps.enter_context(exposed(self.record, traffic.rows))
             self.pools = steps.enter_context(device_threads(worker, self.admission))
@@ -134,7 +135,6 @@ class DeviceExtension:
             steps.enter_context(collecting_rarely())
             steps.enter_context(told_in_time(worker))
             steps.enter_context(executed_by(worker, self.runs.begin, self.runs.end))
-            steps.enter_context(told_after(worker, "free-keys", self.runs.freed))
             steps.enter_context(giving_back(worker, self.admission))
             self._steps = steps.pop_all()
 

@@ -192,6 +192,11 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
         else:
             _dict.__setitem__(self, value.key, value)
 
+    def freed(self, keys: Iterable[Hashable], **message: object) -> None:
+        """Forget the results of keys that the scheduler frees before they are stored."""
+        for key in keys:
+            self.made.pop(key, None)
+
     def is_host_data(self, key: Hashable) -> bool:
         """Return whether a value's type may hold arrays, and this value holds none."""
         return _dict.get(self, key) is _ON_HOST
