@@ -31,10 +31,8 @@ def schema() -> dict[str, Any]:
     return _read("devctx-schema.yaml")["properties"]["devctx"]["properties"]  # type: ignore[no-any-return]
 
 
-def get(key: str, given: Any = None) -> Any:
-    """Return the argument that was given, or else the configuration's value."""
-    if given is not None:
-        return given
+def get(key: str) -> Any:
+    """Return the configuration's value."""
     # Programs that clear dask's configuration, as its own tests do, clear the defaults too.
     return dask.config.get(f"devctx.{key}", defaults["devctx"][key])
 
