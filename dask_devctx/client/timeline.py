@@ -33,7 +33,6 @@ class Stretch:
     """The known history of a stretch of time."""
 
     rows: list[tuple[str, Row]] = field(default_factory=list)
-    devices: Mapping[tuple[str, str], int] = field(default_factory=dict)
     workers: Mapping[str, KnownWorker] = field(default_factory=dict)
     lost: int = 0
 
@@ -122,7 +121,7 @@ async def _of_scheduler(dask_scheduler: Scheduler, since: float) -> Stretch | No
     await history.collect()
     reading = history.rows()
     rows = [pair for pair in reading.rows if (_begin(pair[1]) or 0.0) >= since]
-    return Stretch(rows, history.devices, history.workers, reading.lost)
+    return Stretch(rows, history.workers, reading.lost)
 
 
 # -- the file: a process of the trace is a worker, and a thread is a device. Slices of one thread
@@ -179,8 +178,11 @@ class _Writer:
         # The ends of the latest slices on the threads of each process, device and kind.
         self._lanes: defaultdict[tuple[int, int, int], list[float]] = defaultdict(list)
         self._ids = itertools.count()
-        self._homes = {uuid: worker for worker, uuid in reversed([*stretch.devices])}
-        for end in stretch.devices:  # a device without tasks has a thread, too
+        self._ordinals: dict[End, int] = {
+            (w, uuid): n for w, one in stretch.workers.items() for uuid, n in one.devices.items()
+        }
+        self._homes = {uuid: worker for worker, uuid in reversed([*self._ordinals])}
+        for end in self._ordinals:  # a device without tasks has a thread, too
             self._thread(*self._device(end), _TASKS)
 
     def _us(self, time: float) -> float:
@@ -188,9 +190,8 @@ class _Writer:
 
     def _device(self, end: End) -> tuple[int, int]:
         """Return the numbers of a worker and of its device."""
-        known = None if end[1] is None else self._stretch.devices.get((end[0], end[1]))
         pid = self._pids.setdefault(end[0], len(self._pids) + 1)
-        return pid, _NO_DEVICE if known is None else known
+        return pid, self._ordinals.get(end, _NO_DEVICE)
 
     def _thread(self, pid: int, ordinal: int, kind: int, lane: int = 0) -> tuple[int, int]:
         """Return the numbers of a process and of a thread."""
@@ -265,7 +266,7 @@ class _Writer:
         """Return the worker and the device of an end of a copy."""
         if end == HOST:
             return worker, None
-        if (worker, end) in self._stretch.devices:
+        if (worker, end) in self._ordinals:
             return worker, end
         home = self._homes.get(end)
         return (end, None) if home is None else (home, end)

@@ -23,15 +23,15 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_devctx.dask_internals.scheduler import ask
 from dask_devctx.scheduler.messages import ACTION, ANSWER_LIMIT, HISTORY, ROUTING, Failure
-from dask_devctx.scheduler.rows import KINDS, Copy, Incident, Row, Sample, TaskRun
+from dask_devctx.scheduler.rows import KINDS, Incident, Row, Sample
 
 logger = logging.getLogger(__name__)
 
 _INTERVAL_S: Final = 0.5
 _TIMEOUT_S: Final = 5.0
-# The rows of all workers that are kept, and the samples of each device.
+# The rows of all workers that are kept, and the samples: five minutes of 80 devices.
 _ROWS: Final = 50_000
-_SAMPLES: Final = 600
+_SAMPLES: Final = 50_000
 # How many workers that left are remembered, with their rows.
 _GONE: Final = 100
 # The longest text of an incident.
@@ -69,7 +69,7 @@ class Reading(NamedTuple):
     collected is not among them: an :class:`~.rows.Incident` ``"lost"`` tells of it.
     """
 
-    rows: list[tuple[str, TaskRun | Copy | Incident]]
+    rows: list[tuple[str, Any]]
     next: int
     lost: int
 
@@ -83,6 +83,7 @@ class KnownWorker:
     present: bool = True
     epoch: str | None = None
     since: dict[str, int] = field(default_factory=dict)
+    devices: dict[str, int] = field(default_factory=dict)  # their ordinals, by UUID
 
 
 class DeviceHistory:
@@ -93,13 +94,11 @@ class DeviceHistory:
     """
 
     def __init__(self, scheduler: Scheduler, addresses: Callable[[], Collection[str]]) -> None:
-        # The latest samples, the oldest first, and the ordinals: both by worker and UUID.
-        self.samples: dict[tuple[str, str], deque[Sample]] = {}
-        self.devices: dict[tuple[str, str], int] = {}
         self.workers: dict[str, KnownWorker] = {}  # those of all rows, by address
         self._scheduler = scheduler
         self._addresses = addresses
         self._rows = Ring(_ROWS)
+        self._samples = Ring(_SAMPLES)
         self.patience_s = 5.0  # the collection goes on so long after the last reading
         self._read_at = 0.0
         self._asking: dict[str, asyncio.Task[None]] = {}
@@ -126,7 +125,14 @@ class DeviceHistory:
 
     def rows(self, since: int = 0) -> Reading:
         """Return the rows since a number that were collected already."""
-        rows, following, lost = self._rows.since(since)
+        return self._reading(self._rows, since)
+
+    def samples(self, since: int) -> Reading:
+        """Do so for the samples, which have numbers of their own."""
+        return self._reading(self._samples, since)
+
+    def _reading(self, ring: Ring, since: int) -> Reading:
+        rows, following, lost = ring.since(since)
         return Reading([row for row in rows if row[0] in self.workers], following, lost)
 
     async def collect(self) -> None:
@@ -145,8 +151,6 @@ class DeviceHistory:
         gone = [address for address, one in self.workers.items() if not one.present]
         for first in gone[:-_GONE]:
             del self.workers[first]
-            self.samples = {key: rows for key, rows in self.samples.items() if key[0] != first}
-            self.devices = {key: one for key, one in self.devices.items() if key[0] != first}
 
     def failed(self, worker: str, failure: Failure) -> None:
         """Keep the failure of a worker's devices: the worker ends before it is asked."""
@@ -189,8 +193,7 @@ class DeviceHistory:
     def _take(self, address: str, known: KnownWorker, answer: Mapping[str, Any]) -> bool:
         """Keep the rows of an answer; return whether the worker has more of them."""
         known.epoch, known.since = answer["epoch"], answer["next"]
-        for uuid, device_id in answer["devices"]:
-            self.devices[address, uuid] = device_id
+        known.devices.update(answer["devices"])
         for kind, rows in answer["rows"].items():
             for row in rows:
                 self._keep(address, KINDS[kind](*row))
@@ -200,10 +203,5 @@ class DeviceHistory:
         return any(len(rows) == ANSWER_LIMIT for rows in answer["rows"].values())
 
     def _keep(self, address: str, row: Row) -> None:
-        if isinstance(row, Sample):
-            samples = self.samples.get((address, row.uuid))
-            if samples is None:
-                samples = self.samples[address, row.uuid] = deque(maxlen=_SAMPLES)
-            samples.append(row)
-        else:
-            self._rows.append((address, row))
+        ring = self._samples if isinstance(row, Sample) else self._rows
+        ring.append((address, row))

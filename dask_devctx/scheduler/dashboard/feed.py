@@ -135,9 +135,7 @@ class Feed:
         self._devices: set[tuple[str, int, str]] = set()
         self._lanes = Lanes()
         self._intervals = Intervals()
-        self._next = 0
-        # The time of the last sample that was shown of each device, by worker and UUID.
-        self._sampled: dict[tuple[str, str], float] = {}
+        self._next = self._next_sample = 0
 
     def count(self) -> int:
         """Return the number of lanes, as far as it is known before the history is collected."""
@@ -151,19 +149,21 @@ class Feed:
         history = DeviceHistory.of(self._scheduler)
         if history is None:  # the plugin was unregistered
             return
-        reading, workers = history.read(self._next), history.workers
+        reading = history.read(self._next)
         known = [
-            ((workers[worker].host, device_id, uuid), workers[worker].present)
-            for (worker, uuid), device_id in history.devices.items()
+            ((one.host, device_id, uuid), one.present)
+            for one in history.workers.values()
+            for uuid, device_id in one.devices.items()
         ]
         devices = {device for device, present in known if present}
         again = devices != self._devices
         if again:
             self._devices, self._lanes = devices, Lanes(devices, (device for device, _ in known))
             self._intervals = Intervals()
-            self._sampled.clear()
+            self._next_sample = 0
             reading = history.read(0)
-        self._next = reading.next
+        samples = history.samples(self._next_sample)
+        self._next, self._next_sample = reading.next, samples.next
         rows = _longest([row for _, row in reading.rows], _MOST_AT_FIRST if again else _MOST)
         of: dict[type, list[Any]] = {kind: [] for kind in (TaskRun, Copy, Incident)}
         for row in rows:
@@ -178,19 +178,11 @@ class Feed:
             tasks=of[TaskRun],
             copies=of[Copy],
             incidents=of[Incident],
-            intervals=[*self._intervals.of(self._new_samples(history))],
+            intervals=[*self._intervals.of(samples.rows)],
             latest=self._intervals.latest,
         )
         for plot in self._plots:
             plot.show(batch)
-
-    def _new_samples(self, history: DeviceHistory) -> Iterator[tuple[str, Sample]]:
-        for place, samples in history.samples.items():
-            last = self._sampled.get(place, 0.0)
-            for sample in samples:
-                if sample.time > last:
-                    self._sampled[place] = sample.time
-                    yield place[0], sample
 
 
 def _longest(rows: list[_Row], most: int) -> list[_Row]:

@@ -71,10 +71,9 @@ def test_lost_rows_are_told(tmp_path: Path) -> None:
 
 
 def test_values_between_workers_and_the_host() -> None:
-    workers = {name: KnownWorker(name, "host") for name in ("tcp://a:1", "tcp://a:2")}
-    devices = {
-        ("tcp://a:1", "GPU-1"): 0,
-        ("tcp://a:2", "GPU-2"): 1,
+    workers = {
+        "tcp://a:1": KnownWorker("a", "host", devices={"GPU-1": 0}),
+        "tcp://a:2": KnownWorker("b", "host", devices={"GPU-2": 1}),
     }
     copies = [
         ("tcp://a:2", Copy("GPU-1", "GPU-2", 10, 5.0, 6.0, "ipc")),
@@ -84,7 +83,7 @@ def test_values_between_workers_and_the_host() -> None:
         ("tcp://a:1", Copy("host", "GPU-1", 10, 8.0, 8.1, "spill")),
     ]
     running = ("tcp://a:1", TaskRun(("x", 1, 2), "x", "GPU-1", 0, 5.1, 5.2, "memory"))
-    content = trace(Stretch([*copies, running], devices, workers))
+    content = trace(Stretch([*copies, running], workers))
     check(json.loads(json.dumps(content)))
     where = lanes(content)
     ends = [(e["pid"], where[e["pid"], e["tid"]]) for e in slices(content, "copy")]

@@ -99,24 +99,25 @@ async def test_samples_come_with_heartbeats(client: Any, scheduler: Any, worker:
     made = submit_on(client, 2, nap, 0.3)
     await submit_on(client, 0, nap, 0.0, made)
     history = DeviceHistory.of(scheduler)
-    key = worker.address, Device(0).uuid
+    latest: dict[str, Any] = {}
 
     async def collected() -> bool:
         await worker.heartbeat()
         await history.collect()
-        return key in history.samples and history.samples[key][-1].memory_copies == 80_000
+        latest.update((row.uuid, row) for _, row in history.samples(0).rows)
+        return Device(0).uuid in latest and latest[Device(0).uuid].memory_copies == 80_000
 
     begun = time.monotonic()
     while not await collected():
         assert time.monotonic() - begun < 20
         await asyncio.sleep(0.05)
-    assert {uuid for _, uuid in history.samples} == {Device(0).uuid, Device(2).uuid}
-    busy = history.samples[worker.address, Device(2).uuid][-1]
+    assert {*latest} == {Device(0).uuid, Device(2).uuid}
+    busy = latest[Device(2).uuid]
     assert busy.memory_total == 16 * 2**30
     assert 0.2 < busy.occupied_s < 5
     assert busy.memory_free < busy.memory_total
     assert (busy.running, busy.queued) == (0, 0)
-    assert history.devices[key] == 0
+    assert history.workers[worker.address].devices[Device(0).uuid] == 0
     assert history.workers[worker.address].present
 
 
