@@ -80,7 +80,6 @@ class KnownWorker:
 
     name: str
     host: str
-    present: bool = True
     epoch: str | None = None
     since: dict[str, int] = field(default_factory=dict)
     devices: dict[str, int] = field(default_factory=dict)  # their ordinals, by UUID
@@ -146,9 +145,8 @@ class DeviceHistory:
         known = self.workers.pop(address, None)
         if known is None:
             return
-        known.present = False
         self.workers[address] = known  # at the end: the first ones left first
-        gone = [address for address, one in self.workers.items() if not one.present]
+        gone = [address for address in self.workers if address not in self._scheduler.workers]
         for first in gone[:-_GONE]:
             del self.workers[first]
 
@@ -175,7 +173,7 @@ class DeviceHistory:
         if known is None:
             ws = self._scheduler.workers.get(address)
             name, host = (address, "") if ws is None else (str(ws.name), ws.host)
-            known = self.workers[address] = KnownWorker(name, host, ws is not None)
+            known = self.workers[address] = KnownWorker(name, host)
         return known
 
     async def _ask(self, address: str) -> None:

@@ -151,11 +151,11 @@ class Feed:
             return
         reading = history.read(self._next)
         known = [
-            ((one.host, device_id, uuid), one.present)
-            for one in history.workers.values()
+            ((one.host, device_id, uuid), address in self._scheduler.workers)
+            for address, one in history.workers.items()
             for uuid, device_id in one.devices.items()
         ]
-        devices = {device for device, present in known if present}
+        devices = {device for device, is_there in known if is_there}
         again = devices != self._devices
         if again:
             self._devices, self._lanes = devices, Lanes(devices, (device for device, _ in known))

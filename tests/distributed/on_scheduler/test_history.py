@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
 
+import pytest
 from distributed import Worker
 from distributed.utils_test import async_poll_for
 
@@ -118,7 +119,6 @@ async def test_samples_come_with_heartbeats(client: Any, scheduler: Any, worker:
     assert busy.memory_free < busy.memory_total
     assert (busy.running, busy.queued) == (0, 0)
     assert history.workers[worker.address].devices[Device(0).uuid] == 0
-    assert history.workers[worker.address].present
 
 
 @with_plugin(devices=[0, 1, 2, 3])
@@ -146,6 +146,27 @@ async def test_a_device_that_fails_is_an_incident(
     assert (address, row.what, row.uuid) == (worker.address, "device-failed", Device(1).uuid)
     assert "failed with CUDA_ERROR_ASSERT (710)" in row.text
     assert history.workers[address].host == "127.0.0.1"
+
+
+@with_plugin(devices=[0])
+async def test_a_worker_that_comes_back_to_its_address_has_its_lane_again(
+    client: Any, scheduler: Any, worker: Worker
+) -> None:
+    pytest.importorskip("bokeh")
+    from dask_devctx.scheduler.dashboard.feed import Batch, Feed
+
+    batches: list[Batch] = []
+    feed = Feed(scheduler, [SimpleNamespace(show=batches.append)])
+    port, history = worker.port, DeviceHistory.of(scheduler)
+    await history.collect()
+    await worker.close()
+    feed.update()
+    async with Worker(scheduler.address, port=port) as again:
+        await async_poll_for(lambda: again.plugins["devctx"].worker_devices, timeout=10)
+        await history.collect()
+        feed.update()
+    assert [[*batch.lanes.names] for batch in batches] == [[], [Device(0).uuid]]
+    history.close()
 
 
 def test_the_rows_of_workers_that_left_long_ago_are_forgotten() -> None:
