@@ -13,25 +13,17 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from dask_devctx.driver.work import BOX_NBYTES, MOST
+from dask_devctx.driver.work import MOST
 from dask_devctx.transfer.ipc.lanes import Lane
 
-# The fields of a `CUDA_MEMCPY3D`, each of 8 bytes here, and CUDA's kinds of memory.
-_FIELDS: Final = {
-    "source_kind": 4,
-    "source_host": 5,
-    "source": 6,
-    "source_pitch": 9,
-    "source_rows": 10,
-    "target_kind": 15,
-    "target": 17,
-    "target_pitch": 20,
-    "target_rows": 21,
-    "width": 22,
-    "height": 23,
-    "depth": 24,
-}
-_ENDS: Final = ("source", "source_host", "target", "width")
+# A `CUDA_MEMCPY3D`, whose fields have 8 bytes each here, and CUDA's kinds of memory.
+_END: Final = (
+    *("x", "y", "z", "lod", "kind", "host"),
+    *("address", "array", "reserved", "pitch", "rows"),
+)
+_NAMES: Final = (f"{end}_{name}" for end in ("source", "target") for name in _END)
+_BOX: Final = np.dtype([(name, np.uint64) for name in (*_NAMES, "width", "height", "depth")])
+_ENDS: Final = ["source_address", "source_host", "target_address", "width"]
 # Longer rows are copied one by one: the driver takes no pitch of more than 2 GiB.
 _LONGEST: Final = 2**30
 _ON_HOST: Final = 1
@@ -119,18 +111,16 @@ class Pieces:
         sources, on_host = (np.broadcast_to(each, some.shape)[some] for each in (sources, on_host))
         pieces = self if some.all() else self[some]
         boxes = pieces._boxes(np.asarray(sources, np.int64), target, on_host)
-        width, height, depth = (boxes[:, _FIELDS[name]] for name in ("width", "height", "depth"))
-        long = width > _LONGEST
-        for box in boxes[long]:
-            of, host, to, nbytes = (int(box[_FIELDS[name]]) for name in _ENDS)
+        long = boxes["width"] > _LONGEST
+        for of, host, to, nbytes in boxes[long][_ENDS].tolist():
             (lane.copy_in if host else lane.copy)(to, host or of, nbytes)
-        host = boxes[~long & (boxes[:, _FIELDS["source_kind"]] == _ON_HOST)]
-        lane.copy_boxes(host.ctypes.data, len(host))
-        here = ~long & (boxes[:, _FIELDS["source_kind"]] == _ON_DEVICE)
-        if n := int(here.sum()):
-            table = np.zeros((n + MOST, BOX_NBYTES // 8), np.uint64)
-            table[:n] = boxes[here]
-            extent = int(width[here].max()), int((height * depth)[here].max())
+        from_host = boxes[~long & (boxes["source_kind"] == _ON_HOST)]
+        lane.copy_boxes(from_host.ctypes.data, len(from_host))
+        here = boxes[~long & (boxes["source_kind"] == _ON_DEVICE)]
+        if n := len(here):
+            table = np.zeros(n + MOST, _BOX)
+            table[:n] = here
+            extent = int(here["width"].max()), int((here["height"] * here["depth"]).max())
             lane.copy_boxes_here(table.ctypes.data, n, extent)
 
     def _boxes(self, sources: Any, target: int, on_host: Any) -> Any:
@@ -159,18 +149,17 @@ class Pieces:
         depth, *planes = rest[1] if len(rest) > 1 else flat
         low = height == 1  # one row in each plane: the planes are the rows
         height, depth = np.where(low, depth, height), np.where(low, 1, depth)
-        boxes = np.zeros((len(of), BOX_NBYTES // 8), np.uint64)
-        fields = {name: boxes[:, at] for name, at in _FIELDS.items()}
+        boxes = np.zeros(len(of), _BOX)
         for name, pitch, plane in zip(("source", "target"), pitches, planes, strict=True):
             pitch = np.where(low, plane, pitch)
             pitch = np.where(height == 1, width, pitch)
-            fields[f"{name}_pitch"][:] = pitch
-            fields[f"{name}_rows"][:] = np.where(depth == 1, height, plane // pitch)
-        fields["width"][:], fields["height"][:], fields["depth"][:] = width, height, depth
-        fields["source_kind"][:] = np.where(on_host, _ON_HOST, _ON_DEVICE)
-        fields["source"][:] = np.where(on_host, 0, of)
-        fields["source_host"][:] = np.where(on_host, of, 0)
-        fields["target_kind"][:], fields["target"][:] = _ON_DEVICE, to
+            boxes[f"{name}_pitch"] = pitch
+            boxes[f"{name}_rows"] = np.where(depth == 1, height, plane // pitch)
+        boxes["width"], boxes["height"], boxes["depth"] = width, height, depth
+        boxes["source_kind"] = np.where(on_host, _ON_HOST, _ON_DEVICE)
+        boxes["source_address"] = np.where(on_host, 0, of)
+        boxes["source_host"] = np.where(on_host, of, 0)
+        boxes["target_kind"], boxes["target_address"] = _ON_DEVICE, to
         return boxes
 
 
