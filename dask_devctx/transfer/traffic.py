@@ -7,7 +7,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from dask_devctx.cuda.device import Device
@@ -129,16 +128,8 @@ def timed(device: Device, source: Device, nbytes: int, stream: int) -> Iterator[
     move.timed.append(TimedCopy(source, nbytes, begin, Event(device, timed=True).record(stream)))
 
 
-@dataclass
-class Traffic:
-    """The traffic from one end to another, by one transport: fields of the report's rows."""
-
-    nbytes: int = 0
-    copies: int = 0
-    saved: int = 0  # how many times a task found a copy of its input there already
-    measured_nbytes: int = 0  # of the transfers whose own time is known
-    measured_s: float = 0.0  # that they took
-    reason: str | None = None  # why the values go through the host
+# What a row of the report counts, as `dask_devctx.scheduler.rows.Transfer` describes.
+_COUNTS: Final = ("nbytes", "copies", "saved", "measured_nbytes", "measured_s")
 
 
 class _Ordered(NamedTuple):
@@ -159,7 +150,7 @@ class TrafficCounts:
         # of values; and the time of the start, and whether the device timed the copy.
         self.on_copy: Callable[..., object] = lambda *args, **more: None
         self._lock = threading.Lock()
-        self._traffic: dict[tuple[str, str, str], Traffic] = {}
+        self._traffic: dict[tuple[str, ...], dict[str, Any]] = {}  # by ends and transport
         self._ordered: deque[_Ordered] = deque()
 
     def saved(self, sources: Mapping[Device, int], device: Device) -> None:
@@ -196,7 +187,7 @@ class TrafficCounts:
         """Count a value that dask sends; the last workers of a large cluster share a row."""
         known = (source, destination, transport) in self._traffic
         to = destination if known or len(self._traffic) < _MOST_ROWS else _OTHERS
-        self._add(source, to, transport, nbytes=nbytes, copies=1).reason = reason
+        self._add(source, to, transport, nbytes=nbytes, copies=1)["reason"] = reason
         self.on_copy(source, destination, nbytes, 0.0, transport)
 
     def measure(self, at_most: int | None = None) -> None:
@@ -225,13 +216,13 @@ class TrafficCounts:
         self.measure()
         with self._lock:
             return [
-                {"source": source, "destination": destination, "transport": transport, **vars(row)}
+                {"source": source, "destination": destination, "transport": transport, **row}
                 for (source, destination, transport), row in self._traffic.items()
             ]
 
-    def _add(self, source: str, destination: str, transport: str, **counts: float) -> Traffic:
+    def _add(self, *ends: str, **counts: float) -> dict[str, Any]:
         with self._lock:
-            row = self._traffic.setdefault((source, destination, transport), Traffic())
+            row = self._traffic.setdefault(ends, dict.fromkeys(_COUNTS, 0))
             for name, count in counts.items():
-                setattr(row, name, getattr(row, name) + count)
+                row[name] += count
         return row
