@@ -48,10 +48,9 @@ def fair_memory(n_devices: int) -> int:
     return int(MEMORY_LIMIT * n_devices) // max(total, n_devices, 1)
 
 
-def _option(check: Check, *, default: object = None, **marks: bool) -> Any:
-    """Return an optional field: ``configured`` by its key, and an ``argument`` of the plugin."""
-    marks = {"configured": True, "argument": True, **marks}
-    return field(default=default, metadata={"check": check, **marks})
+def _option(check: Check, *, default: object = None, argument: bool = True) -> Any:
+    """Return an optional field; it may be an ``argument`` of the plugin."""
+    return field(default=default, metadata={"check": check, "argument": argument})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +74,7 @@ class Options:
     cpu_threads: int | None = _option(whole_number(1))
     unannotated: Literal["assign", "leave"] = _option(one_of("assign", "leave"))
     move_inputs: bool = _option(flag)
-    policy: Callable[[Sequence[Any]], Any] | None = _option(  # noqa: RUF009 - makes a field
-        function, configured=False
-    )
+    policy: Callable[[Sequence[Any]], Any] | None = _option(function)  # noqa: RUF009
     synchronize: bool = _option(flag)
     oom_retries: int = _option(whole_number(0))
     ipc: Literal["auto"] | bool = _option(one_of("auto", True, False))
@@ -92,15 +89,13 @@ class Options:
     pre_import: Sequence[str] | str | None = _option(names_of(), argument=False)
 
     def __post_init__(self) -> None:
-        for one in _GIVEN:
-            value, default = getattr(self, one.name), None
+        for one in fields(self):
+            value, key = getattr(self, one.name), key_of(one.name)
             check: Check = one.metadata["check"]
-            if one.metadata["configured"]:
-                if value is one.default:
-                    value = config.get(key_of(one.name))
-                    check = partial(configured, check)
-                default = config.defaults["devctx"][key_of(one.name)]
-            if value is not None or default is not None:
+            if value is one.default and key in config.defaults["devctx"]:
+                value = config.get(key)
+                check = partial(configured, check)
+            if value is not None or config.defaults["devctx"].get(key) is not None:
                 value = check(one.name, value)
             object.__setattr__(self, one.name, value)
 
@@ -111,10 +106,9 @@ class Options:
         return rmm.get(name.removeprefix("rmm_"))
 
 
-_GIVEN: Final = tuple(one for one in fields(Options) if one.init)
 # The arguments of the plugin.
-OPTION_NAMES: Final = tuple(one.name for one in _GIVEN if one.metadata["argument"])
-SETTINGS: Final = tuple(one.name for one in _GIVEN if not one.metadata["argument"])
+OPTION_NAMES: Final = tuple(one.name for one in fields(Options) if one.metadata["argument"])
+SETTINGS: Final = tuple(one.name for one in fields(Options) if one.name not in OPTION_NAMES)
 # dask-cuda's arguments for RMM, which a cluster and the command line fold into `allocator`.
 RMM_NAMES: Final = tuple(f"rmm_{name}" for name in RMM)
 
