@@ -19,8 +19,6 @@ from dask_devctx.errors import DriverUnavailableError, variable
 
 __all__ = ["SIMULATED_DEVICES_VARIABLE", "backend", "current_backend", "use"]
 
-_SIMULATED_MEMORY_VARIABLE: Final = variable("simulated-memory")
-_SIMULATED_MEMORY: Final = "16 GiB"
 # The variables as dask read them, if it was imported first; they may change afterwards.
 _AT_IMPORT: Final = {
     name: text for name, text in os.environ.items() if name.startswith(variable(""))
@@ -97,7 +95,7 @@ def _simulated(count: int) -> Backend:
 
 def simulated_devices() -> int:
     """Return how many devices are simulated; 0 where the real ones are used."""
-    value = _configured("simulated-devices", SIMULATED_DEVICES_VARIABLE, 0)
+    value = _configured("simulated-devices", 0)
     try:
         count = int(value)  # type: ignore[call-overload]
     except (TypeError, ValueError, OverflowError):  # the last one is for infinity
@@ -112,12 +110,12 @@ def simulated_devices() -> int:
 
 def simulated_memory() -> int:
     """Return how many bytes each simulated device has."""
-    value = _configured("simulated-memory", _SIMULATED_MEMORY_VARIABLE, _SIMULATED_MEMORY)
+    value = _configured("simulated-memory", "16 GiB")
     nbytes = 0 if isinstance(value, bool) else _nbytes(str(value))
     if nbytes < 1:
         raise DriverUnavailableError(
             f"devctx.simulated-memory must be a size such as '16 GiB', got {value!r}",
-            f"Set or unset {_SIMULATED_MEMORY_VARIABLE}",
+            f"Set or unset {variable('simulated-memory')}",
         )
     return nbytes
 
@@ -134,11 +132,11 @@ def _nbytes(text: str) -> int:
         return 0
 
 
-def _configured(key: str, variable: str, default: object) -> object:
-    value: object = None
+def _configured(key: str, default: object) -> object:
+    name, value = variable(key), None
     if "dask.config" in sys.modules:
         value = sys.modules["dask.config"].get(f"devctx.{key}", None)
     # dask reads the variable when it is imported, and keeps an empty one as "".
-    if value is None or str(value) in ("", str(default), _AT_IMPORT.get(variable)):
-        return os.environ.get(variable) or default
+    if value is None or str(value) in ("", _AT_IMPORT.get(name)):
+        return os.environ.get(name) or default
     return value

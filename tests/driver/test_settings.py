@@ -40,14 +40,16 @@ def test_no_size(wrong):
         settings.simulated_memory()
 
 
-def test_the_default_is_the_configurations(monkeypatch):
-    assert settings.simulated_memory() == 16 * 2**30
-    monkeypatch.delitem(sys.modules, "dask.config")
-    assert settings.simulated_memory() == 16 * 2**30
+def test_a_default_that_is_configured_precedes_the_environment(monkeypatch):
+    monkeypatch.setenv("DASK_DEVCTX__SIMULATED_DEVICES", "2")
+    monkeypatch.setenv("DASK_DEVCTX__SIMULATED_MEMORY", "1 GiB")
+    assert settings.simulated_devices() == 2
+    with dask.config.set({"devctx.simulated-devices": 0, "devctx.simulated-memory": "16 GiB"}):
+        assert settings.simulated_devices() == 0
+        assert settings.simulated_memory() == 16 * 2**30
 
 
 def without_dask():
-    import sys
 
     from dask_devctx import Device
 
