@@ -78,9 +78,6 @@ class Calls:
     def primary_retain(self, ordinal: int) -> int:
         return int(self._value(self.driver.cuDevicePrimaryCtxRetain, ordinal))
 
-    def primary_release(self, ordinal: int) -> None:
-        self._value(self.driver.cuDevicePrimaryCtxRelease, ordinal)
-
     def primary_state(self, ordinal: int) -> tuple[int, bool]:
         """Return the flags that are set, and whether the context is active."""
         flags, active = self._value(self.driver.cuDevicePrimaryCtxGetState, ordinal)
