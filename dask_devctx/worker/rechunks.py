@@ -104,6 +104,12 @@ class Rechunks:
         if (plan.owners < 0).any():
             raise cannot_join([grid.types[0], "host memory"])
         current = Device.current()
+        if current is None and not self._devices:
+            raise RuntimeError(
+                f"the worker {self._worker.address} uses no device, so it can make no block of a "
+                "P2P rechunk of arrays on devices. Close it, or give it devices; its log says why "
+                "it has none"
+            )
         with current or self._devices[0] as device:
             made = self._made(grid, index, plan, device)
             return to_host(made) if current is None else made

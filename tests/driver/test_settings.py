@@ -50,7 +50,6 @@ def test_a_default_that_is_configured_precedes_the_environment(monkeypatch):
 
 
 def without_dask():
-
     from dask_devctx import Device
 
     print(Device(1).memory_info.total, "dask" in sys.modules)

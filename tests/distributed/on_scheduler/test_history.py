@@ -152,11 +152,9 @@ async def test_a_device_that_fails_is_an_incident(
 async def test_a_worker_that_comes_back_to_its_address_has_its_lane_again(
     client: Any, scheduler: Any, worker: Worker
 ) -> None:
-    pytest.importorskip("bokeh")
-    from dask_devctx.scheduler.dashboard.feed import Batch, Feed
-
-    batches: list[Batch] = []
-    feed = Feed(scheduler, [SimpleNamespace(show=batches.append)])
+    feeds = pytest.importorskip("dask_devctx.scheduler.dashboard.feed", reason="it needs bokeh")
+    batches: list[Any] = []
+    feed = feeds.Feed(scheduler, [SimpleNamespace(show=batches.append)])
     port, history = worker.port, DeviceHistory.of(scheduler)
     await history.collect()
     await worker.close()

@@ -18,9 +18,9 @@ from distributed import Client, Worker, futures_of, wait
 from distributed.shuffle import _rechunk
 from distributed.utils_test import async_poll_for
 
-from dask_devctx import Device, SimulatedArray, driver, report
+from dask_devctx import Device, DevicePlugin, DevicesInUseError, SimulatedArray, driver, report
 from tests.distributed import peers
-from tests.distributed.devices import with_plugin
+from tests.distributed.devices import on_cluster, with_plugin
 from tests.distributed.memory.test_spilling import MIB, counts, threads
 
 N = 480
@@ -279,3 +279,13 @@ async def test_refused_with_the_reason(client: Any, worker: Any, kind: Any, said
         error = error.__cause__
     assert said in str(error)
     await async_poll_for(lambda: not worker.state.executing, timeout=10)  # the others fail, too
+
+
+@on_cluster(4, 4)
+async def test_a_worker_without_devices_makes_no_block(client: Any, a: Any, b: Any) -> None:
+    with pytest.raises(DevicesInUseError):
+        await client.register_plugin(DevicePlugin(devices_per_worker=4))  # all that there are
+    none, has = sorted((a, b), key=lambda one: len(one.plugins["devctx"].worker_devices))
+    x = client.persist(on_devices(numbers(), 160), workers=[has.address], optimize_graph=False)
+    error = await client.compute(rechunked(x, (40, N)), optimize_graph=False).exception()
+    assert f"the worker {none.address} uses no device" in str(error.__cause__)
