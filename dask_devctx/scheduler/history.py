@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 _INTERVAL_S: Final = 0.5
 _TIMEOUT_S: Final = 5.0
-# The rows of all workers that are kept, and the samples: five minutes of 80 devices.
+# The rows of all workers that are kept, and the samples: five minutes of 32 devices.
 _ROWS: Final = 50_000
-_SAMPLES: Final = 50_000
+_SAMPLES: Final = 20_000
 # How many workers that left are remembered, with their rows.
 _GONE: Final = 100
 # The longest text of an incident.
