@@ -86,7 +86,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
         assert used.current_context() == 0
         for device in used.devices.values():
             if device._handle:
-                used.calls.driver.cuDevicePrimaryCtxRelease(device._ordinal())
+                assert used.calls.driver.cuDevicePrimaryCtxRelease(device._ordinal())[0] == 0
 
 
 class Replacing:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from distributed import Scheduler
 from distributed.metrics import time
@@ -23,9 +23,11 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_devctx.dask_internals.scheduler import ask
 from dask_devctx.scheduler.messages import ACTION, ANSWER_LIMIT, HISTORY, ROUTING, Failure
-from dask_devctx.scheduler.rows import KINDS, Incident, Row, Sample
+from dask_devctx.scheduler.rows import KINDS, Copy, Incident, Row, Sample, TaskRun
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=Row)
 
 _INTERVAL_S: Final = 0.5
 _TIMEOUT_S: Final = 5.0
@@ -62,14 +64,14 @@ class Ring:
         return rows, end, max(begin - number, 0)
 
 
-class Reading(NamedTuple):
+class Reading(NamedTuple, Generic[T]):
     """Pairs of a worker's address and a row since a number, and the number for the next reading.
 
     ``lost`` rows were dropped before this reading. A row that a worker dropped before it was
     collected is not among them: an :class:`~.rows.Incident` ``"lost"`` tells of it.
     """
 
-    rows: list[tuple[str, Any]]
+    rows: list[tuple[str, T]]
     next: int
     lost: int
 
@@ -114,7 +116,7 @@ class DeviceHistory:
         for task in self._asking.values():
             task.cancel()
 
-    def read(self, since: int = 0) -> Reading:
+    def read(self, since: int = 0) -> Reading[TaskRun | Copy | Incident]:
         """Return the rows since a number; collect more of them from now on."""
         self._read_at = time()
         if not self._looking.is_running():
@@ -122,15 +124,15 @@ class DeviceHistory:
             self._look()
         return self.rows(since)
 
-    def rows(self, since: int = 0) -> Reading:
+    def rows(self, since: int = 0) -> Reading[TaskRun | Copy | Incident]:
         """Return the rows since a number that were collected already."""
         return self._reading(self._rows, since)
 
-    def samples(self, since: int) -> Reading:
-        """Do so for the samples, which have numbers of their own."""
+    def samples(self, since: int) -> Reading[Sample]:
+        """Return the samples since a number of theirs that were collected already."""
         return self._reading(self._samples, since)
 
-    def _reading(self, ring: Ring, since: int) -> Reading:
+    def _reading(self, ring: Ring, since: int) -> Reading[Any]:
         rows, following, lost = ring.since(since)
         return Reading([row for row in rows if row[0] in self.workers], following, lost)
 

@@ -17,13 +17,13 @@ from dask_devctx.driver.work import MOST
 from dask_devctx.transfer.ipc.lanes import Lane
 
 # A `CUDA_MEMCPY3D`, whose fields have 8 bytes each here, and CUDA's kinds of memory.
-_END: Final = (
+_OF_AN_END: Final = (
     *("x", "y", "z", "lod", "kind", "host"),
     *("address", "array", "reserved", "pitch", "rows"),
 )
-_NAMES: Final = (f"{end}_{name}" for end in ("source", "target") for name in _END)
-_BOX: Final = np.dtype([(name, np.uint64) for name in (*_NAMES, "width", "height", "depth")])
-_ENDS: Final = ["source_address", "source_host", "target_address", "width"]
+_FIELDS: Final = [f"{end}_{name}" for end in ("source", "target") for name in _OF_AN_END]
+_BOX: Final = np.dtype([(name, np.uint64) for name in (*_FIELDS, "width", "height", "depth")])
+_OF_A_RUN: Final = ["source_address", "source_host", "target_address", "width"]
 # Longer rows are copied one by one: the driver takes no pitch of more than 2 GiB.
 _LONGEST: Final = 2**30
 _ON_HOST: Final = 1
@@ -112,7 +112,7 @@ class Pieces:
         pieces = self if some.all() else self[some]
         boxes = pieces._boxes(np.asarray(sources, np.int64), target, on_host)
         long = boxes["width"] > _LONGEST
-        for of, host, to, nbytes in boxes[long][_ENDS].tolist():
+        for of, host, to, nbytes in boxes[long][_OF_A_RUN].tolist():
             (lane.copy_in if host else lane.copy)(to, host or of, nbytes)
         from_host = boxes[~long & (boxes["source_kind"] == _ON_HOST)]
         lane.copy_boxes(from_host.ctypes.data, len(from_host))

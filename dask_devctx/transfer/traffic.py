@@ -128,7 +128,7 @@ def timed(device: Device, source: Device, nbytes: int, stream: int) -> Iterator[
     move.timed.append(TimedCopy(source, nbytes, begin, Event(device, timed=True).record(stream)))
 
 
-# What a row of the report counts, as `dask_devctx.scheduler.rows.Transfer` describes.
+# The counts of a row; `dask_devctx.scheduler.rows.Transfer` says what each of them is.
 _COUNTS: Final = ("nbytes", "copies", "saved", "measured_nbytes", "measured_s")
 
 
@@ -150,7 +150,7 @@ class TrafficCounts:
         # of values; and the time of the start, and whether the device timed the copy.
         self.on_copy: Callable[..., object] = lambda *args, **more: None
         self._lock = threading.Lock()
-        self._traffic: dict[tuple[str, ...], dict[str, Any]] = {}  # by ends and transport
+        self._traffic: dict[tuple[str, str, str], dict[str, Any]] = {}  # by ends and transport
         self._ordered: deque[_Ordered] = deque()
 
     def saved(self, sources: Mapping[Device, int], device: Device) -> None:
@@ -220,9 +220,12 @@ class TrafficCounts:
                 for (source, destination, transport), row in self._traffic.items()
             ]
 
-    def _add(self, *ends: str, **counts: float) -> dict[str, Any]:
+    def _add(
+        self, source: str, destination: str, transport: str, **counts: float
+    ) -> dict[str, Any]:
+        row: dict[str, Any] = dict.fromkeys(_COUNTS, 0)
         with self._lock:
-            row = self._traffic.setdefault(ends, dict.fromkeys(_COUNTS, 0))
+            row = self._traffic.setdefault((source, destination, transport), row)
             for name, count in counts.items():
                 row[name] += count
         return row

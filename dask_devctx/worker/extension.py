@@ -18,7 +18,7 @@ from dask_devctx.dask_internals.garbage import collecting_rarely
 from dask_devctx.dask_internals.scheduler import LOOK_AHEAD
 from dask_devctx.dask_internals.shuffles import rechunking
 from dask_devctx.dask_internals.tasks import executed_by, told_in_time
-from dask_devctx.dask_internals.worker import metric, replaced_actors, told_after, workers_log
+from dask_devctx.dask_internals.worker import metric, replaced_actors, workers_log
 from dask_devctx.errors import counted
 from dask_devctx.scheduler.messages import HISTORY
 from dask_devctx.scheduler.rows import METRIC, TRAFFIC
@@ -112,7 +112,6 @@ class DeviceExtension:
             self.monitor.retries.peers = self.peers
             if self.store is not None:
                 self.store.spill.stagings = self.peers.stagings
-                steps.enter_context(told_after(worker, "free-keys", self.store.freed))
                 self.monitor.retries.store = self.store
             steps.enter_context(exposed(self.record, traffic.rows))
             self.pools = steps.enter_context(device_threads(worker, self.admission))

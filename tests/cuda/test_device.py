@@ -186,7 +186,7 @@ def caller_states(backend):
     calls.set_current(primary)
     yield primary
     calls.set_current(0)
-    calls.driver.cuDevicePrimaryCtxRelease(0)
+    assert calls.driver.cuDevicePrimaryCtxRelease(0)[0] == 0
     own = calls.create(0, 0)
     yield own
     calls.destroy(own)

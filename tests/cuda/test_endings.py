@@ -78,7 +78,7 @@ def test_unset_current_leaves_nothing_current(backend, unset):
         assert Device.current() is None
         assert calls.driver.cuCtxPopCurrent()[0] == CUresult.CUDA_ERROR_INVALID_CONTEXT
     assert own.handle  # it lives
-    calls.driver.cuDevicePrimaryCtxRelease(0)
+    assert calls.driver.cuDevicePrimaryCtxRelease(0)[0] == 0
     own.close()
 
 

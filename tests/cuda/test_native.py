@@ -138,7 +138,7 @@ def test_the_real_driver_tells_its_addresses() -> None:
             assert backend.current_context() == device._handle
             assert device._handle in backend.lasting
         assert backend.current_context() == 0
-        backend.calls.driver.cuDevicePrimaryCtxRelease(0)
+        assert backend.calls.driver.cuDevicePrimaryCtxRelease(0)[0] == 0
 
 
 # -- its containers

@@ -30,4 +30,4 @@ def calls(request: pytest.FixtureRequest) -> Iterator[Calls]:
     yield calls
     calls.set_current(0)
     for ordinal in (0, 1):
-        calls.driver.cuDevicePrimaryCtxRelease(ordinal)
+        assert calls.driver.cuDevicePrimaryCtxRelease(ordinal)[0] == 0

@@ -41,6 +41,7 @@ def test_no_size(wrong):
 
 
 def test_a_default_that_is_configured_precedes_the_environment(monkeypatch):
+    assert settings.simulated_memory() == 16 * 2**30
     monkeypatch.setenv("DASK_DEVCTX__SIMULATED_DEVICES", "2")
     monkeypatch.setenv("DASK_DEVCTX__SIMULATED_MEMORY", "1 GiB")
     assert settings.simulated_devices() == 2
@@ -55,10 +56,10 @@ def without_dask():
     print(Device(1).memory_info.total, "dask" in sys.modules)
 
 
-@pytest.mark.parametrize("said", ["3 GiB", "3221225472"])
-def test_a_program_without_dask_reads_the_environment(child, said):
+@pytest.mark.parametrize(("said", "gib"), [("3 GiB", 3), ("3221225472", 3), (None, 16)])
+def test_a_program_without_dask_reads_the_environment(child, said, gib):
     done = child(without_dask, env={**os.environ, "DASK_DEVCTX__SIMULATED_MEMORY": said})
-    assert done.stdout.split() == [str(3 * 2**30), "False"]
+    assert done.stdout.split() == [str(gib * 2**30), "False"]
 
 
 @pytest.mark.parametrize("imports", ["dask_devctx.config", "dask", "os"])

@@ -452,7 +452,7 @@ class Spill:
     def stock(
         self, device: Device, stayed: Mapping[str, int] | None
     ) -> tuple[int | None, dict[str, int]]:
-        """Return a device's limit, and the bytes that could not leave, or now cannot, by reason."""
+        """Return a device's limit, and the bytes by the reason why they stayed, or now stay."""
         if (limit := self.accounts[device].counts.limit) is None:
             return None, {}
         found = dict(stayed or self.staying(device))

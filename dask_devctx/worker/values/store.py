@@ -22,7 +22,7 @@ from distributed import Status, Worker
 
 from dask_devctx.config.options import Options
 from dask_devctx.cuda.device import Device
-from dask_devctx.dask_internals.worker import replaced_data
+from dask_devctx.dask_internals.worker import replaced_data, told_after
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer import nbytes_by_device, release_held, walk
 from dask_devctx.transfer.traffic import TrafficCounts
@@ -282,7 +282,7 @@ def storing(
     )
     store = Store(worker.data, spill, moves_inputs=options.move_inputs)
     try:
-        with replaced_data(worker, store, unwrap):
+        with replaced_data(worker, store, unwrap), told_after(worker, "free-keys", store.freed):
             spill.start()
             release()
             yield store

@@ -164,7 +164,6 @@ async def test_a_worker_that_comes_back_to_its_address_has_its_lane_again(
         await history.collect()
         feed.update()
     assert [[*batch.lanes.names] for batch in batches] == [[], [Device(0).uuid]]
-    history.close()
 
 
 def test_the_rows_of_workers_that_left_long_ago_are_forgotten() -> None:
