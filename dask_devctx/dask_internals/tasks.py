@@ -38,8 +38,9 @@ NODE_PARTS: Final[dict[Any, Callable[[Any], Any]]] = {
     DataNode: lambda node: (node.value,),
     GraphNode: lambda node: (),
 }
-# While many tasks wait, a worker gathers outcomes as long as the scheduler gathers its tasks: with
-# dask's 2 ms, nearly each has a message of its own, for which two event loops pay.
+# How long a device's thread gathers outcomes while many tasks wait, as the scheduler gathers the
+# tasks for a worker. If the event loop wakes for each, it and the thread hand the GIL to and fro
+# within each task, and nearly each outcome has a message of its own.
 _BATCH_S: Final = 0.005
 
 
@@ -119,25 +120,23 @@ def executed_by(
 
 
 @contextmanager
-def told_in_time(worker: Worker) -> Iterator[None]:
-    """While it is open, the scheduler hears of a worker's last task at once, of many in batches."""
+def last_told_at_once(worker: Worker) -> Iterator[None]:
+    """While it is open, the scheduler hears of the last task that a worker has without delay."""
     stream, running, ready = worker.batched_stream, worker.state.executing, worker.state.ready
-    send, many, other_interval = stream.send, False, _BATCH_S
+    send = stream.send
 
     def tell(*messages: Any) -> None:
-        nonlocal many, other_interval
-        if many != (2 * len(ready) >= max(worker.state.nthreads, LOOK_AHEAD)):
-            many, other_interval, stream.interval = not many, stream.interval, other_interval
         if not running and not ready:
             stream.next_deadline = None  # dask would hold this back for others, which do not come
         send(*messages)
 
-    try:
-        with replaced(vars(stream), "send", tell):
-            yield
-    finally:
-        if many:
-            stream.interval = other_interval
+    with replaced(vars(stream), "send", tell):
+        yield
+
+
+def many_wait(worker: Worker) -> bool:
+    """Return whether many tasks wait on a worker, beyond those that dask runs at a time."""
+    return bool(2 * len(worker.state.ready) >= max(worker.state.nthreads, LOOK_AHEAD))
 
 
 def ended_here(worker: Worker, which: Callable[[Mapping[str, Any] | None], bool]) -> set[Hashable]:
@@ -181,13 +180,16 @@ class DeviceThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
         threads: int,
         queue: Any,
         started: Callable[[threading.Thread], object],
+        many_wait: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(threads, thread_name_prefix=name)
         self._work_queue = self.queue = queue
         self._started = started  # called for each new thread
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._many_wait = many_wait
+        self._loop: Any = None  # the event loop, when it has submitted a task
         self._outcomes: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
         self._woken = False
+        self._batch: asyncio.TimerHandle | None = None  # ends the gathering of outcomes
         queue.threads, queue.grow = threads, self.grow_to
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -212,8 +214,8 @@ class DeviceThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
         self, claim: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> asyncio.Future[Any]:
         """Run a task of the running event loop's as soon as its claim is granted."""
-        self._loop = asyncio.get_running_loop()
-        future = self._loop.create_future()
+        loop = self._loop = asyncio.get_running_loop()
+        future = loop.create_future()
         claim.call = _Call(partial(fn, *args, **kwargs), claim, self, future)
         with self._shutdown_lock:
             if self._shutdown:
@@ -243,16 +245,17 @@ class DeviceThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
     def put_outcome(
         self, future: asyncio.Future[Any], result: Any, error: BaseException | None
     ) -> None:
-        """Add an outcome; called on a device's thread."""
+        """Add an outcome; called on a device's thread, which lets the loop sleep in a batch."""
         self._outcomes.append((future, result, error))
-        if not self._woken:
+        if not self._woken and (self._batch is None or not self.queue.ready):
             self._woken = True
-            assert self._loop is not None
             with suppress(RuntimeError):  # the loop is closed, so no caller waits
                 self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
         self._woken = False  # first: an outcome that is added from now on wakes the loop again
+        if self._outcomes and self._batch is None and self._many_wait():
+            self._batch = self._loop.call_later(_BATCH_S, self._end_batch)
         while self._outcomes:
             future, result, error = self._outcomes.popleft()
             if future.done():  # cancelled
@@ -261,6 +264,10 @@ class DeviceThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
                 future.set_result(result)
             else:
                 future.set_exception(error)
+
+    def _end_batch(self) -> None:
+        self._batch = None  # first, for the same reason
+        self._deliver()
 
 
 class _Call(NamedTuple):

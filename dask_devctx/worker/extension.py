@@ -17,7 +17,7 @@ from dask_devctx.dask_internals.connections import answering, unpickled_later
 from dask_devctx.dask_internals.garbage import collecting_rarely
 from dask_devctx.dask_internals.scheduler import LOOK_AHEAD
 from dask_devctx.dask_internals.shuffles import rechunking
-from dask_devctx.dask_internals.tasks import executed_by, told_in_time
+from dask_devctx.dask_internals.tasks import executed_by, last_told_at_once
 from dask_devctx.dask_internals.worker import metric, replaced_actors, workers_log
 from dask_devctx.errors import counted
 from dask_devctx.scheduler.messages import HISTORY
@@ -132,7 +132,7 @@ class DeviceExtension:
                 threads, part = options.cpu_threads, len(used) / max(len(devices()), len(used))
                 steps.enter_context(threads_without_a_device(worker, threads, part))
             steps.enter_context(collecting_rarely())
-            steps.enter_context(told_in_time(worker))
+            steps.enter_context(last_told_at_once(worker))
             steps.enter_context(executed_by(worker, self.runs.begin, self.runs.end))
             steps.enter_context(giving_back(worker, self.admission))
             self._steps = steps.pop_all()

@@ -182,8 +182,8 @@ def contexts_left(worker: Worker) -> dict[str, int]:
 
 
 def device_threads() -> list[str]:
-    """The names of this process's threads that are some device's."""
-    return [t.name for t in threading.enumerate() if t.name.startswith("devctx-cuda")]
+    """The names of this process's threads that the plugin has started."""
+    return [t.name for t in threading.enumerate() if t.name.startswith("devctx")]
 
 
 def worker_with(workers: Iterable[Worker], ordinal: int) -> Worker:

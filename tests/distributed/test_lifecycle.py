@@ -28,6 +28,7 @@ from dask_devctx import (
     devices,
     driver,
 )
+from dask_devctx.dask_internals import tasks
 from dask_devctx.driver.backends import Backend
 from dask_devctx.scheduler.messages import TOPIC
 from dask_devctx.worker import extension
@@ -113,24 +114,30 @@ async def test_unregistering_while_tasks_run(client: Any, worker: Any) -> None:
     assert await client.submit(here, "much later") is None
 
 
-@with_plugin(8)
-async def test_outcomes_are_told_in_batches_while_many_tasks_wait(client: Any, worker: Any) -> None:
-    usual = worker.batched_stream.interval
-    # Of the others 8 run, so 3 or 4 wait: half of the 8 that a worker may hold, or fewer.
-    for end, count in (("of a few", 11), ("of the tasks", 12), ("of the plugin", 12)):
-        names = [end, *["others"] * count]  # dask sends all where they may run nowhere else
-        waits = lambda name: Event(name).wait()  # noqa: E731
-        first, *others = client.map(waits, names, pure=False, workers=[worker.address])
-        await Event(end, client).set()
-        await first
-        assert (worker.batched_stream.interval > usual) == (count == 12)
-        if end == "of the plugin":
-            await client.unregister_worker_plugin("devctx")
-            assert worker.batched_stream.interval == usual
-        await Event("others", client).set()
-        await client.gather(others)
-        assert worker.batched_stream.interval == usual
-        await Event("others", client).clear()
+steps = threading.Semaphore(0)
+
+
+def step(number: int) -> bool:
+    return steps.acquire(timeout=20)
+
+
+# dask sends all, for they may run nowhere else. 8 run, so 3 or 4 wait: half of 8, or fewer.
+@pytest.mark.parametrize(("count", "batch_s"), [(11, 60), (12, 60), (12, 0.01)])
+@with_plugin(8, devices=[0])
+async def test_outcomes_are_gathered_while_many_tasks_wait(
+    client: Any, worker: Any, count: int, batch_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "_BATCH_S", batch_s)
+    first, second, *others = client.map(step, range(count), workers=[worker.address])
+    await async_poll_for(lambda: len(worker.state.tasks) == count, timeout=10)
+    steps.release()
+    await first  # this begins a batch
+    steps.release()
+    gathered = (count, batch_s) == (12, 60)
+    await asyncio.wait([asyncio.ensure_future(second.result())], timeout=0.2 if gathered else 10)
+    assert second.done() is not gathered
+    steps.release(len(others))
+    assert all(await asyncio.wait_for(client.gather([second, *others]), 10))
 
 
 @on_cluster(8)
@@ -181,7 +188,7 @@ async def test_a_worker_that_closes_ends_its_devices_threads_and_keeps_no_locals
     async def closing() -> None:
         futures = client.map(here, range(8))
         await client.gather(futures)
-        assert len(device_threads()) == 4
+        assert len(device_threads()) == 9  # tasks and memory of each device, and copies
         await worker.close()
         assert device_threads() == []
         del futures
@@ -392,13 +399,6 @@ class Steps:
         self.stack = CountingStack
 
 
-async def threads_ended() -> None:
-    def running() -> bool:
-        return any(thread.name.startswith("devctx") for thread in threading.enumerate())
-
-    await async_poll_for(lambda: not running(), timeout=10)
-
-
 async def assert_nothing_is_held(worker: Worker, step: str) -> None:
     acquire(devices(), 4, holder="this test").release()
     loop = asyncio.get_running_loop()
@@ -425,7 +425,7 @@ async def test_each_step_that_fails_undoes_all(client: Any, worker: Any, when: s
                 step = str(error)
             else:
                 break
-        await threads_ended()
+        await async_poll_for(lambda: not device_threads(), timeout=10)
         assert changes() == {}, step
         assert plugin.worker_devices == ()
         await assert_nothing_is_held(worker, step)
@@ -434,7 +434,7 @@ async def test_each_step_that_fails_undoes_all(client: Any, worker: Any, when: s
     assert {"handlers", "executors", "metrics", "actors", "data"} <= changes().keys()
     assert len(plugin.worker_devices) == 2
     await plugin.teardown(worker)
-    await threads_ended()
+    await async_poll_for(lambda: not device_threads(), timeout=10)
     assert changes() == {}
     await assert_nothing_is_held(worker, "closing")
     await Event("go-on", client).set()

@@ -20,6 +20,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.tasks import (
     DeviceThreadPoolExecutor,
     ThreadPoolExecutor,
+    many_wait,
     sending_tasks_on,
     set_most_threads,
 )
@@ -37,7 +38,9 @@ def device_threads(
     for device, queue in admission.states.items():
         started = partial(keep_near, device.info.cpu_affinity)
         name, threads = f"devctx-{device}", admission.tasks_per_device
-        pools[device] = DeviceThreadPoolExecutor(name, threads, queue, started)
+        pools[device] = DeviceThreadPoolExecutor(
+            name, threads, queue, started, partial(many_wait, worker)
+        )
     named = {f"devctx:{device}": pool for device, pool in pools.items()}
     worker.executors.update(named)
     try:
