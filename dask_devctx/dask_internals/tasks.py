@@ -247,7 +247,9 @@ class DeviceThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
     ) -> None:
         """Add an outcome; called on a device's thread, which lets the loop sleep in a batch."""
         self._outcomes.append((future, result, error))
-        if not self._woken and (self._batch is None or not self.queue.ready):
+        left = len(self.queue.ready) + len(self.queue.waiting)
+        # The loop has time to hand over others before the thread has nothing to do.
+        if not self._woken and (self._batch is None or left <= LOOK_AHEAD // 2):
             self._woken = True
             with suppress(RuntimeError):  # the loop is closed, so no caller waits
                 self._loop.call_soon_threadsafe(self._deliver)
