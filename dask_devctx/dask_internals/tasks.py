@@ -119,8 +119,7 @@ def executed_by(
             ts.run_spec = ts.run_spec.task
 
 
-@contextmanager
-def last_told_at_once(worker: Worker) -> Iterator[None]:
+def last_told_at_once(worker: Worker) -> AbstractContextManager[None]:
     """While it is open, the scheduler hears of the last task that a worker has without delay."""
     stream, running, ready = worker.batched_stream, worker.state.executing, worker.state.ready
     send = stream.send
@@ -130,8 +129,7 @@ def last_told_at_once(worker: Worker) -> Iterator[None]:
             stream.next_deadline = None  # dask would hold this back for others, which do not come
         send(*messages)
 
-    with replaced(vars(stream), "send", tell):
-        yield
+    return replaced(vars(stream), "send", tell)
 
 
 def many_wait(worker: Worker) -> bool:
@@ -180,13 +178,12 @@ class DeviceThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
         threads: int,
         queue: Any,
         started: Callable[[threading.Thread], object],
-        many_wait: Callable[[], bool] = lambda: False,
+        many_wait: Callable[[], bool],
     ) -> None:
         super().__init__(threads, thread_name_prefix=name)
         self._work_queue = self.queue = queue
         self._started = started  # called for each new thread
         self._many_wait = many_wait
-        self._loop: Any = None  # the event loop, when it has submitted a task
         self._outcomes: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
         self._woken = False
         self._batch: asyncio.TimerHandle | None = None  # ends the gathering of outcomes
@@ -214,8 +211,7 @@ class DeviceThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
         self, claim: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> asyncio.Future[Any]:
         """Run a task of the running event loop's as soon as its claim is granted."""
-        loop = self._loop = asyncio.get_running_loop()
-        future = loop.create_future()
+        future = asyncio.get_running_loop().create_future()
         claim.call = _Call(partial(fn, *args, **kwargs), claim, self, future)
         with self._shutdown_lock:
             if self._shutdown:
@@ -247,17 +243,19 @@ class DeviceThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
     ) -> None:
         """Add an outcome; called on a device's thread, which lets the loop sleep in a batch."""
         self._outcomes.append((future, result, error))
-        left = len(self.queue.ready) + len(self.queue.waiting)
-        # The loop has time to hand over others before the thread has nothing to do.
-        if not self._woken and (self._batch is None or left <= LOOK_AHEAD // 2):
+        queue = self.queue
+        # In a batch, too, the loop needs time to hand over others before these have run.
+        if self._batch is not None and len(queue.ready) + len(queue.waiting) > LOOK_AHEAD // 2:
+            return
+        if not self._woken:
             self._woken = True
             with suppress(RuntimeError):  # the loop is closed, so no caller waits
-                self._loop.call_soon_threadsafe(self._deliver)
+                future.get_loop().call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
         self._woken = False  # first: an outcome that is added from now on wakes the loop again
         if self._outcomes and self._batch is None and self._many_wait():
-            self._batch = self._loop.call_later(_BATCH_S, self._end_batch)
+            self._batch = asyncio.get_running_loop().call_later(_BATCH_S, self._end_batch)
         while self._outcomes:
             future, result, error = self._outcomes.popleft()
             if future.done():  # cancelled

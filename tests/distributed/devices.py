@@ -181,7 +181,7 @@ def contexts_left(worker: Worker) -> dict[str, int]:
     return left
 
 
-def device_threads() -> list[str]:
+def plugin_threads() -> list[str]:
     """The names of this process's threads that the plugin has started."""
     return [t.name for t in threading.enumerate() if t.name.startswith("devctx")]
 

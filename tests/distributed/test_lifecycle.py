@@ -28,7 +28,6 @@ from dask_devctx import (
     devices,
     driver,
 )
-from dask_devctx.dask_internals import tasks
 from dask_devctx.driver.backends import Backend
 from dask_devctx.scheduler.messages import TOPIC
 from dask_devctx.worker import extension
@@ -38,9 +37,9 @@ from tests.distributed.devices import (
     acquire,
     blocks,
     current_context,
-    device_threads,
     here,
     on_cluster,
+    plugin_threads,
     started,
     submit_on,
     with_plugin,
@@ -109,16 +108,16 @@ async def test_unregistering_while_tasks_run(client: Any, worker: Any) -> None:
     device, thread, after = await inside
     assert (device, after) == (2, 2)
     assert thread.startswith("devctx")
-    await async_poll_for(lambda: not device_threads(), timeout=10)
+    await async_poll_for(lambda: not plugin_threads(), timeout=10)
     assert current_context() == 0
     assert await client.submit(here, "much later") is None
 
 
-steps = threading.Semaphore(0)
+permits = threading.Semaphore(0)
 
 
-def step(number: int) -> bool:
-    return steps.acquire(timeout=20)
+def takes_a_permit(number: int) -> bool:
+    return permits.acquire(timeout=20)
 
 
 # dask sends all, for they may run nowhere else. 8 run, so 3 or 4 wait: half of 8, or fewer.
@@ -127,17 +126,17 @@ def step(number: int) -> bool:
 async def test_outcomes_are_gathered_while_many_tasks_wait(
     client: Any, worker: Any, count: int, batch_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tasks, "_BATCH_S", batch_s)
-    first, *others = client.map(step, range(count), workers=[worker.address])
+    monkeypatch.setattr("dask_devctx.dask_internals.tasks._BATCH_S", batch_s)
+    first, *others = client.map(takes_a_permit, range(count), workers=[worker.address])
     await async_poll_for(lambda: len(worker.state.tasks) == count, timeout=10)
-    steps.release()
+    permits.release()
     await first  # this begins a batch
     gathered = (count, batch_s) == (12, 60)
     for one in others[:2]:
-        steps.release()
+        permits.release()
         await asyncio.wait([asyncio.ensure_future(one.result())], timeout=0.2 if gathered else 10)
         assert one.done() is not gathered
-    steps.release(count - 3)
+    permits.release(count - 3)
     assert all(await asyncio.wait_for(client.gather(others), 10))
 
 
@@ -189,9 +188,9 @@ async def test_a_worker_that_closes_ends_its_devices_threads_and_keeps_no_locals
     async def closing() -> None:
         futures = client.map(here, range(8))
         await client.gather(futures)
-        assert len(device_threads()) == 9  # tasks and memory of each device, and copies
+        assert len(plugin_threads()) == 9  # tasks and memory of each device, and copies
         await worker.close()
-        assert device_threads() == []
+        assert plugin_threads() == []
         del futures
         await async_poll_for(lambda: not scheduler.tasks, timeout=5)
 
@@ -349,7 +348,7 @@ async def test_two_clients_that_register_at_once(client: Any, scheduler: Any, wo
         assert told == {device.uuid for device in devices}
     await client.unregister_worker_plugin("devctx")
     assert state_of(worker)[:3] == before[:3]
-    await async_poll_for(lambda: not device_threads(), timeout=10)
+    await async_poll_for(lambda: not plugin_threads(), timeout=10)
 
 
 @on_cluster(8)
@@ -426,7 +425,7 @@ async def test_each_step_that_fails_undoes_all(client: Any, worker: Any, when: s
                 step = str(error)
             else:
                 break
-        await async_poll_for(lambda: not device_threads(), timeout=10)
+        await async_poll_for(lambda: not plugin_threads(), timeout=10)
         assert changes() == {}, step
         assert plugin.worker_devices == ()
         await assert_nothing_is_held(worker, step)
@@ -435,7 +434,7 @@ async def test_each_step_that_fails_undoes_all(client: Any, worker: Any, when: s
     assert {"handlers", "executors", "metrics", "actors", "data"} <= changes().keys()
     assert len(plugin.worker_devices) == 2
     await plugin.teardown(worker)
-    await async_poll_for(lambda: not device_threads(), timeout=10)
+    await async_poll_for(lambda: not plugin_threads(), timeout=10)
     assert changes() == {}
     await assert_nothing_is_held(worker, "closing")
     await Event("go-on", client).set()

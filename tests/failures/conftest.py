@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import threading
 import time
 from collections.abc import Iterator
 
@@ -18,7 +17,7 @@ from dask_devctx import DeviceFailedError, driver
 from dask_devctx.driver.simulated import SimulatedMachine
 from tests.distributed.conftest import on_simulated_devices as on_simulated_devices
 from tests.distributed.conftest import simulation as simulation
-from tests.distributed.devices import started
+from tests.distributed.devices import plugin_threads, started
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +26,7 @@ def no_device_thread_and_no_file_left(machine: SimulatedMachine) -> Iterator[Non
     files = _open_files()
     yield
     deadline = time.monotonic() + 5
-    while (left := _device_threads()) and time.monotonic() < deadline:
+    while (left := plugin_threads()) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not left
     gc.collect()
@@ -35,10 +34,6 @@ def no_device_thread_and_no_file_left(machine: SimulatedMachine) -> Iterator[Non
     while len(_open_files()) > len(files) + 8 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(_open_files()) <= len(files) + 8, sorted(set(_open_files()) - set(files))
-
-
-def _device_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("devctx-")]
 
 
 def _open_files() -> list[str]:

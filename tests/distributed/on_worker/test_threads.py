@@ -83,7 +83,7 @@ def pool_of(
     admission = Admission([device], threads)
     started = functools.partial(keep_near, cpus)
     queue = admission.states[device]
-    return DeviceThreadPoolExecutor(name, threads, queue, started)
+    return DeviceThreadPoolExecutor(name, threads, queue, started, lambda: False)
 
 
 def claim(pool: DeviceThreadPoolExecutor, *priority: int) -> Claim:
