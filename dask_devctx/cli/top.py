@@ -85,8 +85,8 @@ def top(
         try:
             with suppress(KeyboardInterrupt):
                 before = moment(client)
+                time.sleep(max(interval, _HEARTBEAT_S) if once else min(interval, _HEARTBEAT_S))
                 while True:
-                    time.sleep(max(interval, _HEARTBEAT_S) if once else interval)
                     now = moment(client)
                     if not once:
                         click.clear()
@@ -94,6 +94,7 @@ def top(
                     if once:
                         return
                     before = now
+                    time.sleep(interval)
         except (OSError, TimeoutError) as error:
             raise click.ClickException(f"the scheduler went away: {error}") from error
 
