@@ -245,7 +245,8 @@ class DeviceThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
         self._outcomes.append((future, result, error))
         queue = self.queue
         # In a batch, too, the loop needs time to hand over others before these have run.
-        if self._batch is not None and len(queue.ready) + len(queue.waiting) > LOOK_AHEAD // 2:
+        half = LOOK_AHEAD // 2 * queue.threads
+        if self._batch is not None and len(queue.ready) + len(queue.waiting) > half:
             return
         if not self._woken:
             self._woken = True
