@@ -239,14 +239,15 @@ class DeviceThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
     # -- the outcomes of tasks, from their threads to the event loop that submitted them
 
     def put_outcome(
-        self, future: asyncio.Future[Any], result: Any, error: BaseException | None
+        self, future: asyncio.Future[Any], result: Any, error: BaseException | None, *, urgent: bool
     ) -> None:
         """Add an outcome; called on a device's thread, which lets the loop sleep in a batch."""
         self._outcomes.append((future, result, error))
         queue = self.queue
         # In a batch, too, the loop needs time to hand over others before these have run.
         half = LOOK_AHEAD // 2 * queue.threads
-        if self._batch is not None and len(queue.ready) + len(queue.waiting) > half:
+        gathers = self._batch is not None and not urgent
+        if gathers and len(queue.ready) + len(queue.waiting) > half:
             return
         if not self._woken:
             self._woken = True
@@ -291,7 +292,8 @@ class _Call(NamedTuple):
         if claim.held:
             pool.queue.admission.release(claim)
         claim.call = None  # it has the task's inputs
-        pool.put_outcome(self.future, result, error)
+        urgent = claim.priority[0] < 0  # by the user: a priority above 0
+        pool.put_outcome(self.future, result, error, urgent=urgent)
         del self, claim, result, error  # the error's frames know this one
 
 

@@ -121,17 +121,20 @@ def takes_a_permit(number: int) -> bool:
 
 
 # dask sends all, for they may run nowhere else. 8 run, so 3 or 4 wait: half of 8, or fewer.
-@pytest.mark.parametrize(("count", "batch_s"), [(11, 60), (12, 60), (12, 0.01)])
+@pytest.mark.parametrize(
+    ("count", "batch_s", "priority"), [(11, 60, 0), (12, 60, 0), (12, 0.01, 0), (12, 60, 1)]
+)
 @with_plugin(8, devices=[0])
 async def test_outcomes_are_gathered_while_many_tasks_wait(
-    client: Any, worker: Any, count: int, batch_s: float, monkeypatch: pytest.MonkeyPatch
+    client: Any, worker: Any, count: int, batch_s: float, priority: int, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr("dask_devctx.dask_internals.tasks._BATCH_S", batch_s)
-    first, *others = client.map(takes_a_permit, range(count), workers=[worker.address])
+    to = {"workers": [worker.address], "priority": priority}
+    first, *others = client.map(takes_a_permit, range(count), **to)
     await async_poll_for(lambda: len(worker.state.tasks) == count, timeout=10)
     permits.release()
     await first  # this begins a batch
-    gathered = (count, batch_s) == (12, 60)
+    gathered = (count, batch_s, priority) == (12, 60, 0)
     for one in others[:2]:
         permits.release()
         await asyncio.wait([asyncio.ensure_future(one.result())], timeout=0.2 if gathered else 10)

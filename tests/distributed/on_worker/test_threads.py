@@ -86,8 +86,8 @@ def pool_of(
     return DeviceThreadPoolExecutor(name, threads, queue, started, lambda: False)
 
 
-def claim(pool: DeviceThreadPoolExecutor, *priority: int) -> Claim:
-    return claim_of(pool.queue.admission, "it", pool.queue.device, priority=priority)
+def claim(pool: DeviceThreadPoolExecutor, priority: int = 0, *more: int) -> Claim:
+    return claim_of(pool.queue.admission, "it", pool.queue.device, priority=(priority, *more))
 
 
 @pytest.fixture
