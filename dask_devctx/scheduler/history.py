@@ -13,8 +13,9 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from distributed import Scheduler
@@ -38,6 +39,15 @@ _SAMPLES: Final = 20_000
 _GONE: Final = 100
 # The longest text of an incident.
 _TEXT: Final = 2_000
+
+
+@cache
+def _failures() -> Any:
+    """Return the counter on the scheduler's page ``/metrics``; None without Prometheus."""
+    with suppress(ImportError):
+        from prometheus_client import Counter
+
+        return Counter("dask_devctx_device_failures", "The devices that failed.", ["device"])
 
 
 class Ring:
@@ -104,6 +114,7 @@ class DeviceHistory:
         self._read_at = 0.0
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._looking = PeriodicCallback(self._look, _INTERVAL_S * 1000)
+        self._failures = _failures()
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> DeviceHistory | None:
@@ -157,6 +168,8 @@ class DeviceHistory:
         self._known(worker)
         text = str(failure.error)[:_TEXT]
         self._keep(worker, Incident(ACTION, time(), failure.error.uuid, text=text))
+        if self._failures is not None:
+            self._failures.labels(failure.error.uuid).inc()
 
     def _look(self) -> None:
         if time() - self._read_at > self.patience_s:

@@ -13,6 +13,7 @@ from zlib import crc32
 import pytest
 from distributed import Worker
 from distributed.utils_test import async_poll_for
+from prometheus_client import REGISTRY
 
 from dask_devctx import Device
 from dask_devctx.scheduler.history import DeviceHistory, Ring
@@ -138,6 +139,8 @@ async def test_a_device_that_fails_is_an_incident(
 ) -> None:
     told = Failure(("cuda:1", Device(1).uuid, *FIELDS[2:]), (), (), ())
     event = {"action": ACTION, "protocol": PROTOCOL, **told._asdict()}
+    counter = "dask_devctx_device_failures_total", {"device": Device(1).uuid}
+    before = REGISTRY.get_sample_value(*counter) or 0
     worker.log_event(TOPIC, {**event, "protocol": PROTOCOL + 1})
     worker.log_event(TOPIC, event)
     history = DeviceHistory.of(scheduler)
@@ -146,6 +149,7 @@ async def test_a_device_that_fails_is_an_incident(
     assert (address, row.what, row.uuid) == (worker.address, "device-failed", Device(1).uuid)
     assert "failed with CUDA_ERROR_ASSERT (710)" in row.text
     assert history.workers[address].host == "127.0.0.1"
+    assert REGISTRY.get_sample_value(*counter) == before + 1
 
 
 @with_plugin(devices=[0])

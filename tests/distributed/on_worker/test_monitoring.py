@@ -32,7 +32,7 @@ async def scraped(worker: Worker) -> Samples:
     families = [
         family
         for family in parser.text_string_to_metric_families(text)
-        if family.name.startswith("dask_devctx_")
+        if family.name.startswith("dask_devctx_") and "device_failures" not in family.name
     ]
     assert len({family.name for family in families}) == len(families)
     return {
