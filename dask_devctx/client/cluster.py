@@ -135,11 +135,11 @@ class LocalDeviceCluster(internals.WatchedCluster):
         ValueError
             ``maximum`` workers need more devices than there are.
         """
-        if kwargs.get("maximum", math.inf) < math.inf:
-            self._layout.check(kwargs["maximum"])
-        if not {"maximum", "maximum_cores"} & kwargs.keys():
-            n_devices = len(self._layout.devices)
+        maximum, n_devices = kwargs.get("maximum"), len(self._layout.devices)
+        if maximum in (None, math.inf):
             kwargs["maximum"] = n_devices // (self._layout.share or n_devices)
+        else:
+            self._layout.check(maximum)
         # dask divides the load by a worker's threads, and its devices run fewer tasks at a time.
         usual = dask.config.get("distributed.adaptive.target-duration")
         wanted_s = parse_timedelta(kwargs.get("target_duration") or usual)

@@ -112,7 +112,7 @@ class DeviceExtension:
             self.monitor.retries.peers = self.peers
             if self.store is not None:
                 self.store.spill.stagings = self.peers.stagings
-                self.monitor.retries.store = self.store
+                self.monitor.retries.spill = self.store.spill
             steps.enter_context(exposed(self.record, traffic.rows))
             self.pools = steps.enter_context(device_threads(worker, self.admission))
             actors = DeviceActors(worker, self.monitor, move_inputs=options.move_inputs)

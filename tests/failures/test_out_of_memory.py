@@ -15,10 +15,11 @@ import pytest
 from cuda.bindings.driver import CUresult
 from distributed import Client, Future, secede, worker_client
 
-from dask_devctx import Device, DeviceOutOfMemoryError, SimulatedArray, driver, report, timeline
+from dask_devctx import Device, DeviceOutOfMemoryError, DevicePlugin, driver, report, timeline
 from dask_devctx.cuda.out_of_memory import is_out_of_memory, requested_nbytes
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.errors import DeviceMemoryError, DriverError
+from dask_devctx.errors import DevctxError, DeviceMemoryError, DriverError
+from dask_devctx.simulated_array import SimulatedArray
 from tests.distributed.devices import started, submit_on
 
 GIB = 2**30
@@ -194,6 +195,10 @@ def test_in_a_method_of_an_actor(client: Client) -> None:
         assert raised.value.attempts == 1
         assert "is not tried again" in raised.value.__notes__[0]
         assert isinstance(raised.value.__cause__, DeviceMemoryError)
+    with pytest.raises(DevctxError):
+        client.register_plugin(DevicePlugin(devices=[77]))
+    with pytest.raises(DeviceOutOfMemoryError):  # it keeps its device, and the worker has none
+        greedy.take(2**40).result()
 
 
 def test_in_client_run_the_error_is_that_of_the_library(client: Client) -> None:

@@ -23,7 +23,7 @@ from dask_devctx.worker.failures.calls import Call
 if TYPE_CHECKING:
     from dask_devctx.worker.metrics.history import History
     from dask_devctx.worker.peers.transfers import PeerTransfers
-    from dask_devctx.worker.values.store import Store
+    from dask_devctx.worker.values.spill import Spill
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Retries:
     """Makes room for the calls of one worker that ran out of a device's memory."""
 
     peers: PeerTransfers
-    store: Store  # where there are devices
+    spill: Spill | None = None  # where the worker has devices: an actor may have those of before
 
     def __init__(self, most: int, history: History) -> None:
         self.counted: Counter[Device] = Counter()
@@ -70,7 +70,7 @@ class Retries:
             *_memory_info(device),
             discovery.processes(device._backend, device.info),
             call.attempts,
-            *self.store.spill.stock(device, call.stayed),
+            *(self.spill.stock(device, call.stayed) if self.spill else (None, {})),
             os.getpid(),
         )
         failure.__cause__, failure.__traceback__ = error, error.__traceback__
@@ -80,13 +80,15 @@ class Retries:
 
     def clear(self, device: Device) -> None:
         """Free all that is not in use on a device that a task has for itself."""
-        self.store.spill.wait_for_all(device)
+        if self.spill is not None:
+            self.spill.wait_for_all(device)
         self._free(device)
         time.sleep(0.005)  # other threads let go of what they have just stored, or spilled
 
     def _free(self, device: Device) -> None:
         """Free all memory of a device that is not in use."""
-        self.store.spill.clear(device)
+        if self.spill is not None:
+            self.spill.clear(device)
         self.peers.free_staging(device)
         with suppress(DevctxError), device:
             gc.collect()

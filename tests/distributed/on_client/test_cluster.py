@@ -188,7 +188,7 @@ def test_arguments_of_the_workers_reach_them() -> None:
 def test_adapting() -> None:
     with started(n_workers=0, devices_per_worker=2) as client:
         cluster: Any = client.cluster
-        adaptive = cluster.adapt(interval="20ms")
+        adaptive = cluster.adapt(maximum=None, maximum_cores=100, interval="20ms")
         assert adaptive.maximum == 2
         assert adaptive.target_duration == 5 / 8, "a worker has 16 threads for two slots"
         futures = client.map(lambda _: time.sleep(0.05) or here(), range(200), pure=False)
