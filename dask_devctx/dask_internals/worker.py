@@ -51,11 +51,6 @@ def wrapped_handler(
     return replaced(worker.handlers, op, functools.update_wrapper(wrap(before), before))
 
 
-def answer_for_good(worker: Worker, op: str, handler: Callable[..., Any]) -> None:
-    """Replace the handler of a message permanently; on any thread."""
-    worker.handlers[op] = handler
-
-
 @contextmanager
 def metric(worker: Worker, name: str, function: Callable[[Worker], object]) -> Iterator[None]:
     """While it is open, a worker's heartbeat has a further metric."""
@@ -97,11 +92,6 @@ def replaced_actors(worker: Worker, actors: dict[Hashable, Any]) -> Iterator[Non
         yield
     finally:
         worker.state.actors = dict(actors)
-
-
-def actors_of(worker: Worker) -> dict[Hashable, Any]:
-    """Return a worker's actors by key."""
-    return worker.state.actors  # type: ignore[no-any-return]
 
 
 _CALL_ACTORS: Final = {

@@ -40,7 +40,7 @@ class DeviceActors(dict[Hashable, Any]):
     )
 
     def __init__(self, worker: Worker, monitor: Monitor, *, move_inputs: bool) -> None:
-        super().__init__(internals.actors_of(worker))
+        super().__init__(worker.state.actors)
         self._worker = worker
         self.monitor = monitor
         self.moves = move_inputs  # whether arguments come to an actor's device

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import localtime
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from bokeh.core.properties import without_property_validation
 from distributed import Scheduler
@@ -120,16 +120,10 @@ class Batch:
         return 1000 * (seconds + self.offset)
 
 
-class Plot(Protocol):
-    """A plot that shows the rows of a batch beside those of earlier batches."""
-
-    def show(self, batch: Batch) -> None: ...
-
-
 class Feed:
-    """Reads the history on the scheduler's event loop, and gives its news to a document's plots."""
+    """Reads the history on the scheduler's event loop, and has plots ``show`` its news."""
 
-    def __init__(self, scheduler: Scheduler, plots: Sequence[Plot]) -> None:
+    def __init__(self, scheduler: Scheduler, plots: Sequence[Any]) -> None:
         self._scheduler = scheduler
         self._plots = plots
         self._devices: set[tuple[str, int, str]] = set()

@@ -39,7 +39,7 @@ def begin_the_end(worker: Worker, failure: Failure) -> None:
     Before it returns, others get no data from the worker, and the event about its suspects is on
     its way. It goes as the tasks' outcomes do, so the scheduler marks a task before it runs again.
     """
-    internals.answer_for_good(worker, "get_data", _refuse)  # others may ask before the loop runs
+    worker.handlers["get_data"] = _refuse  # others may ask before the loop runs
     try:
         worker.log_event(TOPIC, {"action": ACTION, "protocol": PROTOCOL, **failure._asdict()})
     except Exception as error:  # the worker ends in any case
@@ -78,7 +78,7 @@ async def _end(worker: Worker, failure: Failure) -> None:
         reported = await _bounded(_reported(worker, erred), "report a task's error")
     if once := tasks.ended_here(worker, runs_once):
         await _bounded(_reported(worker, once), "see a task's end reported")
-    if internals.actors_of(worker):
+    if worker.state.actors:
         await asyncio.sleep(_ANSWERS_S)
     # 4. It leaves as expected, so that dask blames no other task, and computes the results again.
     # If the suspects are not marked and nobody errs, or an error was not sent, dask counts the loss
