@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from numbers import Integral, Real
 from typing import Any, Final, Literal, NamedTuple
@@ -163,12 +163,18 @@ def _several(given: object) -> Request:
         return Request(tuple(given), len(given))
     count = _whole(given)
     if count is None or count < 1:
-        names = naming.listed(given) if isinstance(given, str) else []
-        one = SHARE if isinstance(given, float) and 0 < given < 1 else DEVICE
-        right = f"{DEVICES}={names}" if names else f"{one}={given!r}"
+        right = f"{DEVICE}={given!r}"
+        if isinstance(given, float) and given > 0:
+            right = f"{SHARE}={given!r}" if given < 1 else f"{DEVICES}={given:.0f}"
+        elif names := naming.listed(given) if isinstance(given, str) else _items(given):
+            right = f"{DEVICES}={names}"
         expected = f"{_SEVERAL} (or write dask.annotate({right}))"
         raise _wrong(DEVICES, expected, given, is_kind=count is not None)
     return Request(number=count)
+
+
+def _items(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, Iterable) else []
 
 
 def _whole(given: Any) -> int | None:
@@ -290,7 +296,7 @@ def mistaken(annotations: Mapping[str, Any]) -> Iterator[str]:
         yield f"{name} is an option of the plugin and the cluster: an annotation has no effect"
     given = annotations.get(MEMORY)
     with suppress(TypeError, ValueError):
-        if isinstance(given, int | float | str) and 1 <= (nbytes := parse_bytes(given)) < 2**20:
+        if type(given) in (int, float, str) and 1 <= (nbytes := parse_bytes(given)) < 2**20:
             yield f"the annotation {MEMORY}={given!r} reserves {nbytes} bytes: write '4 GiB'"
 
 

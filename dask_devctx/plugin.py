@@ -9,7 +9,7 @@ from typing import Any
 from distributed import Status, Worker, WorkerPlugin
 
 from dask_devctx import config
-from dask_devctx.config.checks import key_of
+from dask_devctx.config.checks import key_of, missing_device_timeout_s
 from dask_devctx.config.options import (
     OPTION_NAMES,
     RMM_NAMES,
@@ -87,7 +87,9 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         for text in config.unknown_keys():
             warnings.warn(text, stacklevel=2)
         self.options = Options(**options)
-        remembered_tasks()  # each worker reads this; a bad value is refused here
+        # Each worker reads the first, the scheduler the second; a bad value is refused here.
+        remembered_tasks()
+        missing_device_timeout_s()
 
     def __getattr__(self, name: str) -> Any:
         if name in Options.__dataclass_fields__ or name in RMM_NAMES:

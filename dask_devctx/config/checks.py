@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
-from dask.utils import parse_bytes
+from dask.utils import parse_bytes, parse_timedelta
 
+from dask_devctx import config
 from dask_devctx.errors import nearest
 
 # A function of an option's name and value that returns the value to keep, or raises.
@@ -112,6 +113,13 @@ def path(name: str, value: Any) -> str:
     return str(os.fspath(value))
 
 
+def duration(name: str, value: Any) -> float:
+    try:
+        return float(parse_timedelta(value) or 0)
+    except (KeyError, TypeError, ValueError):
+        raise refused(name, "a duration such as '30s'", value) from None
+
+
 LIBRARIES: Final = ("cupy", "torch", "numba")
 # RMM's settings, by dask-cuda's names without "rmm_".
 RMM: Final[Mapping[str, Check]] = {
@@ -192,3 +200,9 @@ def configured(check: Check, name: str, value: Any) -> object:
     except (TypeError, ValueError) as error:
         where = f"in the configuration devctx.{key_of(name)}"
         raise type(error)(f"{error} ({where})") from None
+
+
+def missing_device_timeout_s() -> float:
+    """Return how long a task waits for a device that may come back, by the configuration."""
+    key = "missing-device-timeout"
+    return float(configured(duration, key, config.get(key)))  # type: ignore[arg-type]

@@ -168,8 +168,8 @@ def _read_text(text: str) -> Name:
     if match := _PCI_BUS_ID.fullmatch(text):
         return Name("pci", f"{int(match[1] or '0', 16):04x}:{match[2].lower()}")
     hint = f"A device is {ACCEPTED}"
-    if several := listed(text):
-        hint = f"Several devices are an annotation: dask.annotate(devices={several}). {hint}"
+    if several := text if text == "all" else listed(text):
+        hint = f"Several devices are an annotation: dask.annotate(devices={several!r}). {hint}"
     if text != text.strip():
         hint = f"It has blanks around it. {hint}"
     if text in (AUTO, NO_DEVICE):

@@ -148,8 +148,8 @@ class Scope(ScopeBase):
                 )
         raise DeviceScopeError(
             f"the scope of {self} was left on the thread {threading.current_thread().name!r}, "
-            "which did not enter it. Leave a scope on the thread that entered it; nothing was "
-            "changed",
+            "which did not enter it, or left it already. Leave a scope once, on the thread that "
+            "entered it; nothing was changed",
         )
 
 

@@ -8,11 +8,9 @@ from contextlib import ExitStack
 from functools import partial, update_wrapper
 from typing import Any
 
-from dask.utils import parse_timedelta
 from distributed import Scheduler, SchedulerPlugin
 from distributed.metrics import time
 
-from dask_devctx import config
 from dask_devctx.annotations import (
     ANY_DEVICE,
     HOST_ONLY,
@@ -24,6 +22,7 @@ from dask_devctx.annotations import (
     requested_device,
     runs_once,
 )
+from dask_devctx.config.checks import missing_device_timeout_s
 from dask_devctx.cuda.naming import DeviceInfo, Inventory
 from dask_devctx.dask_internals import check_scheduler
 from dask_devctx.dask_internals import scheduler as internals
@@ -106,7 +105,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         """Start to restrict tasks, also those that are on the scheduler already."""
         check_scheduler(scheduler)
         self.scheduler = scheduler
-        self._grace_s = parse_timedelta(config.get("missing-device-timeout")) or 0
+        self._grace_s = missing_device_timeout_s()
         self._cluster = Cluster()
         self._restricted = Restrictions(
             self._cluster, lambda host: internals.addresses_at(scheduler, host)

@@ -171,9 +171,8 @@ def test_a_variable_in_dasks_spelling_is_known() -> None:
     ("key", "value"),
     [
         ("history", -1),
-        ("history", None),
+        ("missing-device-timeout", "soon"),
         ("move-inputs", 1),
-        ("synchronize", "yes"),
         ("oom-retries", True),
         ("device-memory-limit", "lots"),
     ],

@@ -116,25 +116,23 @@ async def test_unregistering_while_tasks_run(client: Any, worker: Any) -> None:
 permits = threading.Semaphore(0)
 
 
-def takes_a_permit(number: int) -> bool:
+def permitted(number: int) -> bool:
     return permits.acquire(timeout=20)
 
 
 # dask sends all, for they may run nowhere else. 8 run, so 3 or 4 wait: half of 8, or fewer.
-@pytest.mark.parametrize(
-    ("count", "batch_s", "priority"), [(11, 60, 0), (12, 60, 0), (12, 0.01, 0), (12, 60, 1)]
-)
+@pytest.mark.parametrize("case", [(11, 60, 0), (12, 60, 0), (12, 0.01, 0), (12, 60, 1)])
 @with_plugin(8, devices=[0])
 async def test_outcomes_are_gathered_while_many_tasks_wait(
-    client: Any, worker: Any, count: int, batch_s: float, priority: int, monkeypatch: Any
+    client: Any, worker: Any, case: tuple[int, float, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    count, batch_s, priority = case
     monkeypatch.setattr("dask_devctx.dask_internals.tasks._BATCH_S", batch_s)
-    to = {"workers": [worker.address], "priority": priority}
-    first, *others = client.map(takes_a_permit, range(count), **to)
+    first, *others = client.map(permitted, range(count), workers=worker.address, priority=priority)
     await async_poll_for(lambda: len(worker.state.tasks) == count, timeout=10)
     permits.release()
     await first  # this begins a batch
-    gathered = (count, batch_s, priority) == (12, 60, 0)
+    gathered = case == (12, 60, 0)
     for one in others[:2]:
         permits.release()
         await asyncio.wait([asyncio.ensure_future(one.result())], timeout=0.2 if gathered else 10)

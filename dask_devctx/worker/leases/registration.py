@@ -102,9 +102,10 @@ async def install_routing(worker: Worker) -> None:
     except OSError:
         raise
     except Exception as error:
+        install = ". Install dask-devctx where the scheduler runs; it needs no GPU there"
         raise DevctxError(
             f"the scheduler at {worker.scheduler.address} did not accept the plugin of dask-devctx "
-            f"({error!r}). Install dask-devctx where the scheduler runs; it needs no GPU there"
+            f"({error!r}){install if isinstance(error, ImportError) else ''}"
         ) from error
 
 
