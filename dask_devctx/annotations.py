@@ -163,12 +163,12 @@ def _several(given: object) -> Request:
         return Request(tuple(given), len(given))
     count = _whole(given)
     if count is None or count < 1:
-        right = f"{DEVICE}={given!r}"
+        right = "" if isinstance(given, bool) else f"{DEVICE}={given!r}"
         if isinstance(given, float) and given > 0:
             right = f"{SHARE}={given!r}" if given < 1 else f"{DEVICES}={given:.0f}"
         elif names := naming.listed(given) if isinstance(given, str) else _items(given):
             right = f"{DEVICES}={names}"
-        expected = f"{_SEVERAL} (or write dask.annotate({right}))"
+        expected = f"{_SEVERAL} (or write dask.annotate({right}))" if right else _SEVERAL
         raise _wrong(DEVICES, expected, given, is_kind=count is not None)
     return Request(number=count)
 

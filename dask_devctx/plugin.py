@@ -57,8 +57,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     -----
     Options that are not given come from dask's configuration (``devctx.*``), in the process that
     makes the plugin. The plugin works on a running cluster and on workers that join later.
-    ``client.unregister_worker_plugin("devctx")`` removes it completely, also while tasks run. A
-    worker that joins leaves again if fewer than ``devices_per_worker`` devices are free.
+    ``client.unregister_worker_plugin("devctx")`` removes it from all workers, also while tasks run.
+    A worker that joins leaves again if fewer than ``devices_per_worker`` devices are free.
 
     The plugin also keeps the ``device`` annotations of this process's arrays, bags and delayed
     values through dask's optimization: see :func:`~dask_devctx.graph.keep.keep_annotations`.

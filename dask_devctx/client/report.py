@@ -212,8 +212,9 @@ def _tasks(rows: Sequence[Sequence[Any]], worker: str) -> list[ReportedTask]:
 
 async def _of_worker(dask_worker: Worker) -> dict[str, Any] | None:
     # A coroutine, so that it runs on the worker's event loop.
-    plugin = dask_worker.plugins.get(DevicePlugin.name)
-    if not isinstance(plugin, DevicePlugin):
+    plugins = tuple(dask_worker.plugins.values())
+    plugin = next((one for one in plugins if isinstance(one, DevicePlugin)), None)
+    if plugin is None:
         return None
     found = plugin.report()
     more = {"name": str(dask_worker.name), "seceded": len(dask_worker.state.long_running)}

@@ -193,7 +193,7 @@ def refused(name: str, expected: str, value: object) -> ValueError:
     return ValueError(f"{name} must be {expected}, got {value!r}")
 
 
-def configured(check: Check, name: str, value: Any) -> object:
+def configured(check: Check, name: str, value: Any) -> Any:
     """Check a value of the configuration; the error names its key."""
     try:
         return check(name, value)
@@ -205,4 +205,4 @@ def configured(check: Check, name: str, value: Any) -> object:
 def missing_device_timeout_s() -> float:
     """Return how long a task waits for a device that may come back, by the configuration."""
     key = "missing-device-timeout"
-    return float(configured(duration, key, config.get(key)))  # type: ignore[arg-type]
+    return float(configured(duration, key, config.get(key)))

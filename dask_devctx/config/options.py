@@ -85,7 +85,7 @@ class Options:
     nvtx: bool = _option(flag, argument=False)
     ipc_staging: float = _option(share_of_memory, argument=False)
     enable_cudf_spill: bool = _option(flag, argument=False)
-    cudf_spill_stats: int = _option(whole_number(0), argument=False)
+    cudf_spill_stats: int = _option(one_of(0, 1, 2), argument=False)
     pre_import: Sequence[str] | str | None = _option(names_of(), argument=False)
 
     def __post_init__(self) -> None:
@@ -124,8 +124,7 @@ def fold_rmm(given: dict[str, Any]) -> dict[str, Any]:
 
 def remembered_tasks() -> int:
     """Return how many tasks a worker remembers, by the configuration of its own process."""
-    count: Any = configured(whole_number(0), "history", config.get("history"))
-    return int(count)
+    return int(configured(whole_number(0), "history", config.get("history")))
 
 
 def text_of(name: str) -> str:

@@ -329,4 +329,7 @@ def devices() -> tuple[Device, ...]:
 
 def named_devices(wanted: Sequence[object] | None) -> tuple[Device, ...]:
     """Return the named devices, each once; None means all devices that this process sees."""
-    return devices() if wanted is None else tuple(dict.fromkeys(map(Device, wanted)))
+    found = devices() if wanted is None else tuple(map(Device, wanted))
+    if len({*found}) < len(found):
+        raise ValueError(f"devices names each device once, got {wanted!r}")
+    return found

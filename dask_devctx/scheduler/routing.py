@@ -111,7 +111,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             self._cluster, lambda host: internals.addresses_at(scheduler, host)
         )
         self._steps = ExitStack()
-        self._pages: ExitStack | None = None  # while any worker uses devices
+        self._in_use: ExitStack | None = None  # while any worker uses devices
         self.history = DeviceHistory(scheduler, lambda: self._cluster.slots)
         self._steps.callback(self.history.close)
         for address in scheduler.workers:
@@ -127,10 +127,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             RECHUNK: lambda address, **row: lead_outputs(scheduler, **row),
         }
         handlers = {op: update_wrapper(partial(self._answer, op, a), a) for op, a in acts.items()}
-        self._steps.enter_context(collecting_rarely())
         self._steps.enter_context(answering(scheduler, handlers))
-        self._steps.enter_context(internals.idle_workers_hear_at_once(scheduler))
-        self._steps.enter_context(internals.comparing_slots(scheduler, self._cluster))
         tasks = list(scheduler.tasks.values())
         self._restrict(tasks)
         internals.schedule_again(scheduler, tasks)
@@ -139,7 +136,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     async def close(self) -> None:
         """Stop answering the workers' messages."""
         self._steps.close()
-        self._close_pages()
+        self._unused()
 
     def update_graph(
         self,
@@ -234,7 +231,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         else:
             self._sharing.left(address, may_return=False)
         if not self._cluster.slots:
-            self._close_pages()
+            self._unused()
         if address in self._cluster.workers:
             self._review()
 
@@ -261,11 +258,11 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
                 continue
             restricted.note(ts, wanted)
 
-    def _close_pages(self) -> None:
-        """Remove the pages; one that somebody looks at changes no more."""
-        if self._pages is not None:
-            self._pages.close()
-            self._pages = None
+    def _unused(self) -> None:
+        """Leave the scheduler as it was; a page that somebody looks at changes no more."""
+        if self._in_use is not None:
+            self._in_use.close()
+            self._in_use = None
 
     def _review(self) -> None:
         """Bring all restrictions up to date, and let dask look again for workers."""
@@ -273,9 +270,12 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         loose = [ts for ts in self.scheduler.unrunnable if ts.loose_restrictions]
         internals.schedule_again(self.scheduler, [*self._restricted.review(), *loose])
         self._cluster.ahead = internals.threads_beyond(self.scheduler, self._cluster.slots)
-        if self._pages is None and self._cluster.slots:
-            self._pages = ExitStack()
-            self._pages.enter_context(device_pages(self.scheduler))
+        if self._in_use is None and self._cluster.slots:
+            self._in_use = steps = ExitStack()
+            steps.enter_context(collecting_rarely())
+            steps.enter_context(internals.idle_workers_hear_at_once(self.scheduler))
+            steps.enter_context(internals.comparing_slots(self.scheduler, self._cluster))
+            steps.enter_context(device_pages(self.scheduler))
 
     def _look_again_later(self) -> None:
         self.scheduler.loop.call_later(self._grace_s + 0.01, self._stop_waiting)

@@ -19,6 +19,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from dask_devctx import config
+from dask_devctx.config import checks
 from dask_devctx.cuda.device import Device
 from dask_devctx.errors import DevctxError
 
@@ -62,8 +63,8 @@ def held_devices(devices: Iterable[Device]) -> dict[Device, str]:
 
 def directory() -> Path:
     """Return the directory of this user's locks, by default ``/tmp/dask-devctx-<uid>``."""
-    if configured := config.get("lock-directory"):
-        return Path(configured).expanduser()
+    if given := config.get("lock-directory"):
+        return Path(checks.configured(checks.path, "lock-directory", given)).expanduser()
     # It depends only on the user: processes with different directories do not exclude each other.
     # Under many batch systems, each job has its own TMPDIR. XDG_RUNTIME_DIR is set in a login
     # session but not in a service. systemd-tmpfiles does not delete locked files.

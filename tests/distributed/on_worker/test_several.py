@@ -118,7 +118,7 @@ async def test_named_devices(client: Any) -> None:
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"devices": 0}, ValueError, "at least 1, .*device=0.* got 0"),
-    ({"devices": True}, TypeError, "got True of type bool"),
+    ({"devices": True}, TypeError, "one of these; got True of type bool"),
     ({"devices": 2.0}, TypeError, r"a number of devices, .*annotate\(devices=2\)"),
     ({"devices": {0, 1}}, TypeError, r"\(or write dask.annotate\(devices=\[0, 1\]\)\)"),
     ({"device": "all"}, DevctxError, r"dask.annotate\(devices='all'\)"),

@@ -14,7 +14,7 @@ from typing import Any
 import dask
 import pytest
 from distributed import Client, Worker
-from distributed.utils_test import async_poll_for
+from distributed.utils_test import async_poll_for, poll_for
 
 from dask_devctx import DevicePlugin, devices
 from dask_devctx.dask_internals.garbage import collecting_rarely
@@ -160,4 +160,4 @@ def test_garbage_is_collected_as_rarely_as_in_dasks_own_processes() -> None:
         assert client.run(gc.get_threshold).popitem()[1] == gc.get_threshold()
         client.unregister_worker_plugin("devctx")
         assert client.run(gc.get_threshold).popitem()[1] == ours
-    assert gc.get_threshold() == ours
+        poll_for(lambda: gc.get_threshold() == ours, timeout=10)  # the scheduler hears of it
