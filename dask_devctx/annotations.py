@@ -166,14 +166,16 @@ def _several(given: object) -> Request:
         right = "" if isinstance(given, bool) else f"{DEVICE}={given!r}"
         if isinstance(given, float) and given > 0:
             right = f"{SHARE}={given!r}" if given < 1 else f"{DEVICES}={given:.0f}"
-        elif names := naming.listed(given) if isinstance(given, str) else _items(given):
+        elif names := _items(given):
             right = f"{DEVICES}={names}"
         expected = f"{_SEVERAL} (or write dask.annotate({right}))" if right else _SEVERAL
         raise _wrong(DEVICES, expected, given, is_kind=count is not None)
     return Request(number=count)
 
 
-def _items(given: Any) -> list[Any]:
+def _items(given: object) -> list[Any]:
+    if isinstance(given, str):
+        return naming.listed(given)
     return list(given) if isinstance(given, Iterable) else []
 
 
