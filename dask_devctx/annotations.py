@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from numbers import Integral, Real
 from typing import Any, Final, Literal, NamedTuple
@@ -163,20 +163,23 @@ def _several(given: object) -> Request:
         return Request(tuple(given), len(given))
     count = _whole(given)
     if count is None or count < 1:
-        right = "" if isinstance(given, bool) else f"{DEVICE}={given!r}"
-        if isinstance(given, float) and given > 0:
-            right = f"{SHARE}={given!r}" if given < 1 else f"{DEVICES}={given:.0f}"
-        elif names := _items(given):
-            right = f"{DEVICES}={names}"
+        right = _meant_by(given)
         expected = f"{_SEVERAL} (or write dask.annotate({right}))" if right else _SEVERAL
         raise _wrong(DEVICES, expected, given, is_kind=count is not None)
     return Request(number=count)
 
 
-def _items(given: object) -> list[Any]:
-    if isinstance(given, str):
-        return naming.listed(given)
-    return list(given) if isinstance(given, Iterable) else []
+def _meant_by(given: object) -> str:
+    """Return the annotation that a wrong value of ``devices`` means; "" if that is not clear."""
+    if isinstance(given, float):
+        if 0 < given < 1:
+            return f"{SHARE}={given!r}"
+        return f"{DEVICES}={given:.0f}" if given > 0 and given.is_integer() else ""
+    names = sorted(given, key=str) if isinstance(given, Set) else []
+    if names := naming.listed(given) if isinstance(given, str) else names:
+        return f"{DEVICES}={names}"
+    is_none = isinstance(given, bool | Iterable) and not isinstance(given, str)
+    return "" if is_none else f"{DEVICE}={given!r}"
 
 
 def _whole(given: Any) -> int | None:

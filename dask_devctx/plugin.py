@@ -122,7 +122,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         without them, and refuses tasks that name none if it had devices; else it is unchanged.
         """
         for name, other in worker.plugins.items():
-            if isinstance(other, DevicePlugin) and other is not self:
+            # One without a lease was itself refused here.
+            if isinstance(other, DevicePlugin) and other is not self and other._lease is not None:
                 raise ValueError(
                     f"this worker has a DevicePlugin already, by the name {name!r}, and one plugin "
                     "drives all its devices. Register the new plugin without a name of its own to "

@@ -212,8 +212,8 @@ def _tasks(rows: Sequence[Sequence[Any]], worker: str) -> list[ReportedTask]:
 
 async def _of_worker(dask_worker: Worker) -> dict[str, Any] | None:
     # A coroutine, so that it runs on the worker's event loop.
-    plugins = tuple(dask_worker.plugins.values())
-    plugin = next((one for one in plugins if isinstance(one, DevicePlugin)), None)
+    ours = [one for one in dask_worker.plugins.values() if isinstance(one, DevicePlugin)]
+    plugin = next((one for one in ours if one.extension is not None), None)
     if plugin is None:
         return None
     found = plugin.report()

@@ -116,7 +116,7 @@ def path(name: str, value: Any) -> str:
 def duration(name: str, value: Any) -> float:
     try:
         return float(parse_timedelta(value) or 0)
-    except (KeyError, TypeError, ValueError):
+    except (AttributeError, LookupError, TypeError, ValueError):
         raise refused(name, "a duration such as '30s'", value) from None
 
 

@@ -12,7 +12,7 @@ import itertools
 import logging
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -162,6 +162,11 @@ class DeviceHistory:
         gone = [address for address in self.workers if address not in self._scheduler.workers]
         for first in gone[:-_GONE]:
             del self.workers[first]
+
+    def expect(self, uuids: Iterable[str]) -> None:
+        """Count the failures of devices from 0: Prometheus needs a sample before the first."""
+        for uuid in uuids if self._failures is not None else ():
+            self._failures.labels(uuid)
 
     def failed(self, worker: str, failure: Failure) -> None:
         """Keep the failure of a worker's devices: the worker ends before it is asked."""

@@ -111,7 +111,8 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             self._cluster, lambda host: internals.addresses_at(scheduler, host)
         )
         self._steps = ExitStack()
-        self._in_use: ExitStack | None = None  # while any worker uses devices
+        # From the first worker that uses devices until the plugin is withdrawn from all.
+        self._while_used: ExitStack | None = None
         self.history = DeviceHistory(scheduler, lambda: self._cluster.slots)
         self._steps.callback(self.history.close)
         for address in scheduler.workers:
@@ -135,8 +136,9 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     async def close(self) -> None:
         """Stop answering the workers' messages."""
+        self._cluster = Cluster()  # dask still tells of the workers that leave
         self._steps.close()
-        self._unused()
+        self._leave_as_it_was()
 
     def update_graph(
         self,
@@ -227,11 +229,12 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             infos = (DeviceInfo(n, uuid, pci_bus_id=pci) for n, (uuid, pci) in enumerate(seen))
             self._cluster.announce(address, WorkerDevices(Inventory(tuple(infos)), used))
         if used:
+            self.history.expect(used)
             self._sharing.heard(address)
         else:
             self._sharing.left(address, may_return=False)
         if not self._cluster.slots:
-            self._unused()
+            self._leave_as_it_was()
         if address in self._cluster.workers:
             self._review()
 
@@ -258,11 +261,11 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
                 continue
             restricted.note(ts, wanted)
 
-    def _unused(self) -> None:
+    def _leave_as_it_was(self) -> None:
         """Leave the scheduler as it was; a page that somebody looks at changes no more."""
-        if self._in_use is not None:
-            self._in_use.close()
-            self._in_use = None
+        if self._while_used is not None:
+            self._while_used.close()
+            self._while_used = None
 
     def _review(self) -> None:
         """Bring all restrictions up to date, and let dask look again for workers."""
@@ -270,8 +273,8 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         loose = [ts for ts in self.scheduler.unrunnable if ts.loose_restrictions]
         internals.schedule_again(self.scheduler, [*self._restricted.review(), *loose])
         self._cluster.ahead = internals.threads_beyond(self.scheduler, self._cluster.slots)
-        if self._in_use is None and self._cluster.slots:
-            self._in_use = steps = ExitStack()
+        if self._while_used is None and self._cluster.slots:
+            self._while_used = steps = ExitStack()
             steps.enter_context(collecting_rarely())
             steps.enter_context(internals.idle_workers_hear_at_once(self.scheduler))
             steps.enter_context(internals.comparing_slots(self.scheduler, self._cluster))

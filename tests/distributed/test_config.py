@@ -132,8 +132,7 @@ def test_variables_and_files_work(tmp_path: Path) -> None:
 
 def test_an_argument_overrides_the_configuration() -> None:
     with dask.config.set({"devctx.tasks-per-device": 5, "devctx.devices": [1]}):
-        assert DevicePlugin().options.tasks_per_device == 5
-        assert DevicePlugin().options.devices == (1,)
+        assert (DevicePlugin().tasks_per_device, DevicePlugin().devices) == (5, (1,))
         given = DevicePlugin(tasks_per_device=2, devices=[3]).options
         assert (given.tasks_per_device, given.devices) == (2, (3,))
 

@@ -85,15 +85,16 @@ async def test_behind_a_prefix(client: Any, scheduler: Any) -> None:
     assert (await page(scheduler, "devices")).code == 404
 
 
-@with_dashboard
+@on_cluster(2, 2, scheduler_kwargs=SHOWN)  # dask tells of each worker that leaves afterwards
 async def test_it_ends_with_the_scheduler(
-    client: Any, scheduler: Any, caplog: pytest.LogCaptureFixture
+    client: Any, scheduler: Any, one: Any, two: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await client.register_plugin(DevicePlugin())
+    await client.register_plugin(DevicePlugin(devices_per_worker=2))
     pages = scheduler.http_application.applications[0]
     with caplog.at_level(logging.ERROR):
         await scheduler.close()
     assert pages not in scheduler.http_application.applications
+    assert "send_all" not in vars(scheduler)
     assert not [record for record in caplog.records if "Plugin call failed" in record.message]
 
 

@@ -70,7 +70,7 @@ class Retries:
             *_memory_info(device),
             discovery.processes(device._backend, device.info),
             call.attempts,
-            *(self.spill.stock(device, call.stayed) if self.spill else (None, {})),
+            *((None, {}) if self.spill is None else self.spill.stock(device, call.stayed)),
             os.getpid(),
         )
         failure.__cause__, failure.__traceback__ = error, error.__traceback__

@@ -105,7 +105,7 @@ async def install_routing(worker: Worker) -> None:
         install = ". Install dask-devctx where the scheduler runs; it needs no GPU there"
         raise DevctxError(
             f"the scheduler at {worker.scheduler.address} did not accept the plugin of dask-devctx "
-            f"({error!r}){install if isinstance(error, ImportError) else ''}"
+            f"({error!r}){'' if isinstance(error, ValueError) else install}"
         ) from error
 
 

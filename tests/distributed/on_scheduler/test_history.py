@@ -140,7 +140,7 @@ async def test_a_device_that_fails_is_an_incident(
     told = Failure(("cuda:1", Device(1).uuid, *FIELDS[2:]), (), (), ())
     event = {"action": ACTION, "protocol": PROTOCOL, **told._asdict()}
     counter = "dask_devctx_device_failures_total", {"device": Device(1).uuid}
-    before = REGISTRY.get_sample_value(*counter) or 0
+    before = REGISTRY.get_sample_value(*counter)
     worker.log_event(TOPIC, {**event, "protocol": PROTOCOL + 1})
     worker.log_event(TOPIC, event)
     history = DeviceHistory.of(scheduler)
