@@ -178,8 +178,9 @@ def _meant_by(given: object) -> str:
     names = sorted(given, key=str) if isinstance(given, Set) else []
     if names := naming.listed(given) if isinstance(given, str) else names:
         return f"{DEVICES}={names}"
-    is_none = isinstance(given, bool | Iterable) and not isinstance(given, str)
-    return "" if is_none else f"{DEVICE}={given!r}"
+    if isinstance(given, bool | Iterable) and not isinstance(given, str):
+        return ""
+    return f"{DEVICE}={given!r}"
 
 
 def _whole(given: Any) -> int | None:

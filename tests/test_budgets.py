@@ -183,7 +183,7 @@ async def test_calls(client: Any, scheduler: Any, worker: Any) -> None:
     await client.submit(count_on_this_thread, True, pure=False)
     count_on_this_thread(True)
     try:
-        for _ in range(3):
+        for _ in range(8):  # on a busy machine, fewer outcomes are gathered
             for kind, function, given in (
                 ("empty", empty, range(TASKS)),
                 ("input and result", double, inputs),
@@ -201,8 +201,7 @@ async def test_calls(client: Any, scheduler: Any, worker: Any) -> None:
     print(found, {kind: round(sum(sides.values()), 1) for kind, sides in found.items()})
     for kind, limits in CALLS.items():
         for side, limit in limits.items():
-            assert found[kind][side] > 0
-            assert found[kind][side] <= limit + 1, (kind, side, found)  # busy: fewer gathered
+            assert 0 < found[kind][side] <= limit + 0.5, (kind, side, found)
 
 
 simulation, lock_directory = on_devices.simulation, on_devices.lock_directory

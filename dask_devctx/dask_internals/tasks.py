@@ -245,9 +245,8 @@ class DeviceThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
         self._outcomes.append((future, result, error))
         queue = self.queue
         # In a batch, too, the loop needs time to hand over others before these have run.
-        half = LOOK_AHEAD // 2 * queue.threads
         gathers = self._batch is not None and not urgent
-        if gathers and len(queue.ready) + len(queue.waiting) > half:
+        if gathers and len(queue.ready) + len(queue.waiting) > LOOK_AHEAD // 2 * queue.threads:
             return
         if not self._woken:
             self._woken = True

@@ -166,16 +166,11 @@ def test_a_variable_in_dasks_spelling_is_known() -> None:
         DevicePlugin()
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("history", -1),
-        ("missing-device-timeout", "soon"),
-        ("move-inputs", 1),
-        ("oom-retries", True),
-        ("device-memory-limit", "lots"),
-    ],
-)
+UNUSABLE = [("history", -1), ("history", None), ("missing-device-timeout", "soon")]
+UNUSABLE += [("move-inputs", 1), ("synchronize", "yes"), ("oom-retries", True)]
+
+
+@pytest.mark.parametrize(("key", "value"), [*UNUSABLE, ("device-memory-limit", "lots")])
 def test_what_a_worker_cannot_use_is_refused_by_its_key(key: str, value: object) -> None:
     said = rf"got {value!r} \(in the configuration devctx.{key}\)"
     with dask.config.set({f"devctx.{key}": value}), pytest.raises(ValueError, match=said):

@@ -276,9 +276,10 @@ async def test_a_second_plugin_by_another_name_is_refused(client: Any, worker: A
     with pytest.raises(ValueError, match="has a DevicePlugin already, by the name 'own'"):
         await client.register_plugin(DevicePlugin(devices=[1]), name="another")
     await client.unregister_worker_plugin("another")
-    assert len((await report(client)).devices) == 4
+    assert [device.device_id for device in (await report(client)).devices] == [0, 1, 2, 3]
     assert await submit_on(client, 2, here) == 2  # the first one does as before
     await client.unregister_worker_plugin("own")
+    assert await client.submit(here, pure=False) is None
     assert (DevicePlugin().worker_devices, DevicePlugin().report()) == ((), None)
 
 

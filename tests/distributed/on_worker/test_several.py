@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import dask
+import numpy as np
 import pytest
 from distributed import get_worker, secede
 from distributed.utils_test import async_poll_for, wait_for_state
@@ -118,11 +119,13 @@ async def test_named_devices(client: Any) -> None:
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"devices": 0}, ValueError, "at least 1, .*device=0.* got 0"),
+    ({"devices": -1}, ValueError, "at least 1, .* got -1"),
     ({"devices": True}, TypeError, "one of these; got True of type bool"),
+    ({"devices": 1.5}, TypeError, "a number of devices"),
+    ({"devices": np.array([0, 1])}, TypeError, "a list of devices"),
     ({"devices": 2.0}, TypeError, r"a number of devices, .*annotate\(devices=2\)"),
-    ({"devices": {0, 1}}, TypeError, r"\(or write dask.annotate\(devices=\[0, 1\]\)\)"),
     ({"device": "all"}, DevctxError, r"dask.annotate\(devices='all'\)"),
-    ({"devices": "0,1"}, TypeError, r"dask.annotate\(devices=\[0, 1\]\)"),
+    *(({"devices": n}, TypeError, r"dask.annotate\(devices=\[0, 1\]\)") for n in ("0,1", {0, 1})),
     ({"devices": "cuda:1"}, TypeError, r"dask.annotate\(device='cuda:1'"),
     ({"devices": []}, ValueError, "a list of devices"),
     ({"devices": [0, None]}, TypeError, "a list of devices"),
@@ -130,13 +133,15 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"device": [0, 1]}, TypeError, r"dask.annotate\(devices=\[0, 1\]\)"),
     ({"device_share": 0}, ValueError, "above 0 and at most 1 .*got 0"),
     ({"device_share": 2}, ValueError, "devices=2"),
-    ({"device_memory": "many"}, ValueError, "4 GiB"),
+    ({"device_share": "half"}, TypeError, "got 'half' of type str"),
+    *(({"device_memory": one}, ValueError, 'at least 1, .*"4 GiB"') for one in (0, "many")),
     ({"device_memory": [1]}, TypeError, "bytes, at least 1, .* of type tuple"),
     ({"device": "none", "device_share": 0.5}, ValueError, "asks for no device"),
     ({"rerun": "no"}, TypeError, "'rerun' is True or False"),
     ({"devices": 2, "executor": "default"}, DevctxError, "leave out the annotation 'executor'"),
     ({"devices": lambda key: 1 / 0}, ZeroDivisionError, "division"),
     ({"device_share": lambda key: "x"}, TypeError, "got 'x'"),
+    ({"device_share": lambda key: Device(1)}, TypeError, "of type Device"),
     ({"devices": lambda key: Device(3)}, TypeError, "device=<Device cuda:3"),
 ]
 
