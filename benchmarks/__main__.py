@@ -33,12 +33,21 @@ from benchmarks.measure import measure
     metavar="TEXT",
     help="Only cases whose name contains TEXT, in upper or lower case. May be repeated.",
 )
-def main(names: tuple[str, ...], tiny: bool, output: Path, only: tuple[str, ...]) -> None:
+@click.option(
+    "--more",
+    type=click.IntRange(1),
+    default=1,
+    metavar="N",
+    help="N times as many rounds, for cases that differ by less than their noise.",
+)
+def main(
+    names: tuple[str, ...], tiny: bool, output: Path, only: tuple[str, ...], more: int
+) -> None:
     """Measure SUBJECTs, all of them by default, beside the peers that are installed.
 
     The exit status is 1 if a subject cannot run, dask-devctx fails, or no case contains the TEXT.
     """
-    size = replace(TINY if tiny else FULL, only=only)
+    size = replace(TINY if tiny else FULL, only=only, more=more)
     about = machine.describe()
     click.echo("\n".join(machine.lines(about)))
     if tiny:

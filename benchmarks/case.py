@@ -106,12 +106,15 @@ class Size:
         Whether the run only shows that everything works.
     only
         Texts of which one is in the name of each case to measure; empty for all cases.
+    more
+        How many times as many rounds, and as much time for them.
     """
 
     rounds: int
     round_s: float
     tiny: bool = False
     only: tuple[str, ...] = ()
+    more: int = 1
 
     def wants(self, name: str) -> bool:
         """Return whether to measure the case of this name."""

@@ -44,10 +44,10 @@ def measure(case: Case, size: Size) -> list[Measured]:
         part.warm_up(0.0 if case.single else size.round_s)
     gc.collect()
     gc.freeze()  # collections before each turn skip the objects of imported libraries
-    for turn in range(case.rounds or size.rounds):
+    for turn in range(size.more * (case.rounds or size.rounds)):
         for place in range(len(taking_part)):
             part = taking_part[(place + turn) % len(taking_part)]
-            if not part.failed and (not part.values or part.spent_s < case.cap_s):
+            if not part.failed and (not part.values or part.spent_s < size.more * case.cap_s):
                 part.turn()
     gc.unfreeze()
     ours = next(part for part in taking_part if part.contender.role == "ours")
