@@ -23,7 +23,6 @@ from dask_devctx.dask_internals import check_worker
 from dask_devctx.dask_internals.worker import no_more_heartbeats
 from dask_devctx.graph.keep import keep_annotations
 from dask_devctx.worker.extension import DeviceExtension
-from dask_devctx.worker.leases import registration
 from dask_devctx.worker.leases.lease import DeviceLease
 from dask_devctx.worker.leases.locks import held_devices
 
@@ -140,11 +139,10 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         name = next((n for n, plugin in worker.plugins.items() if plugin is self), self.name)
         # From now on, an earlier plugin does not withdraw the devices.
         lease = self._lease = DeviceLease(worker, self.options, name)
-        had = bool(lease.before)
         failure: Exception | None = None
         try:
             if devices := lease.at_once():
-                failure = self._use(worker, devices, had=had)
+                failure = self._use(worker, devices)
             try:
                 devices = await lease.settle()
             except Exception as error:
@@ -152,7 +150,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             if self._lease is not lease:  # the plugin was removed meanwhile
                 return
             if failure is not None or devices != self.worker_devices:
-                failure = self._use(worker, devices, failure, had=had)
+                failure = self._use(worker, devices, failure)
         except BaseException as error:
             if not (self.is_required and isinstance(error, Exception)):
                 lease.release()
@@ -161,25 +159,20 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             failure = error
         if failure is not None:
             lease.release()
-            leaves = self.is_required
-            if not await registration.refuse(worker, failure, lease.tell, leaves=leaves, had=had):
+            if not await lease.refuse(failure, leaves=self.is_required):
                 raise failure  # dask tells the client, and keeps the plugin
         elif self.extension is not None:
             self.extension.log_devices()
-            await registration.announce(self.extension.limits, lease.tell)
+            await lease.announce(self.extension.limits)
 
     def _use(
-        self,
-        worker: Worker,
-        devices: tuple[Device, ...],
-        failure: Exception | None = None,
-        *,
-        had: bool,
+        self, worker: Worker, devices: tuple[Device, ...], failure: Exception | None = None
     ) -> Exception | None:
         """Let the worker use devices in place of those that it has; return why it cannot."""
         if self.extension is not None:
             self.extension.close()
             self.extension = None
+        had = self._lease is not None and bool(self._lease.before)
         self.extension = DeviceExtension(worker, self.options, devices, failure, had=had)
         return self.extension.failure
 
@@ -191,7 +184,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             self.extension.close()
             self.extension = None
             if self._lease is not None:
-                registration.withdraw(worker, self._lease.tell)
+                self._lease.withdraw()
         if self._lease is not None:
             self._lease.release()
             self._lease = None

@@ -7,7 +7,7 @@ from distributed import Scheduler, Worker, WorkerPlugin
 from dask_devctx.dask_internals.worker import set_up_at_start
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.routing import DeviceRouting
-from dask_devctx.worker.leases.registration import NOT_STARTED
+from dask_devctx.worker.leases.lease import NOT_STARTED
 
 
 async def dask_setup(server: object) -> None:

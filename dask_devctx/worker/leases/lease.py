@@ -1,8 +1,12 @@
-"""The devices of a worker: the scheduler divides them, and locks keep other clusters away."""
+"""The devices of a worker: the scheduler divides them, and locks keep other clusters away.
+
+The worker announces them to the scheduler, or the reason why it has none.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import weakref
 from collections.abc import Iterable, Mapping
@@ -11,15 +15,34 @@ from time import monotonic
 from typing import Final
 from weakref import WeakKeyDictionary
 
-from distributed import Worker
+from distributed import Status, Worker
 
+from dask_devctx import driver
 from dask_devctx.config.options import Options
+from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device, named_devices
-from dask_devctx.errors import DevicesInUseError, in_use, no_device
-from dask_devctx.scheduler.messages import CLAIM
+from dask_devctx.dask_internals.worker import is_joining
+from dask_devctx.errors import DevctxError, DevicesInUseError, in_use, no_device
+from dask_devctx.scheduler.messages import ANNOUNCE, CLAIM, REFUSE
 from dask_devctx.worker.leases import registration
 from dask_devctx.worker.leases.locks import held_devices, take
 
+logger = logging.getLogger(__name__)
+
+NOT_STARTED = (
+    "The worker does not start without the devices of its plugin. With --preload dask_devctx the "
+    "plugin is made from the configuration devctx.*, such as DASK_DEVCTX__DEVICES; `dask devctx "
+    "info` shows what this machine has"
+)
+_WAY_OUT = (
+    "Worker {!r} continues without devices: tasks that ask for a device fail there with this "
+    "error, and {}. But dask keeps the plugin, and gives it to workers that join later. Remove it "
+    'with client.unregister_worker_plugin("devctx"), or register it again when the cause is mended,'
+    " or with devices that exist: client.register_plugin(DevicePlugin(devices=[...]))"
+)
+_ON_FIRST = "all others run without one, where libraries use the first GPU"
+# The longest text of an error that goes to the scheduler.
+_TEXT = 2_000
 # A worker waits so long for devices that others of its cluster are about to release: those of a
 # process that just ended, or whose plugin is just replaced.
 _PATIENCE_S: Final = 1.0
@@ -91,15 +114,6 @@ class DeviceLease:
             await asyncio.sleep(_POLL_S)
         return tuple(mine)
 
-    async def tell(self, op: str, **what: object) -> None:
-        """Send the scheduler a message and the routing, unless a newer plugin does so."""
-        # Plugins may replace each other faster than the scheduler answers, and two messages that
-        # are on their way at once arrive in any order.
-        async with _telling.setdefault(self._worker, asyncio.Lock()):
-            if _newest[self._worker]() is self:
-                await registration.install_routing(self._worker)
-                await registration.tell(self._worker, op, **what)
-
     def release(self) -> None:
         """Release the devices for good."""
         self._is_released = True
@@ -141,3 +155,62 @@ class DeviceLease:
         own = self._of_cluster
         texts = {one: who.replace(own, " of its own cluster") for one, who in held.items()}
         return in_use("this worker", wanted, free, texts)
+
+    # -- what the scheduler is told
+
+    async def announce(self, used: Mapping[Device, int]) -> None:
+        """Tell the scheduler which devices the worker has, and the bytes that tasks may reserve."""
+        # The other devices that the worker sees are announced too: the ordinals need them.
+        seen = [(one.uuid, one.pci_bus_id) for one in discovery.inventory(driver.backend()).devices]
+        uuids = {one.uuid: nbytes for one, nbytes in used.items()}
+        await self._tell(ANNOUNCE, seen=seen, used=uuids)
+
+    def withdraw(self) -> None:
+        """Tell the scheduler soon that the worker uses no devices from now on, but stays."""
+        # If another plugin takes this one's place at once, no message is sent: between two
+        # messages, tasks would go to workers that do not have their device.
+        if self._worker.status in (Status.running, Status.paused):
+            self._worker.loop.add_callback(self._no_devices, None)
+
+    async def refuse(self, error: Exception, *, leaves: bool) -> bool:
+        """Tell the scheduler that the worker has no devices; return whether it leaves for that.
+
+        One that joins leaves if others hold its devices, and with ``leaves`` after any error. If it
+        stays, a note on the error has the remedy and the tasks that fail: more if it had devices.
+        """
+        worker = self._worker
+        if worker.status not in (Status.running, Status.paused):
+            error.add_note(NOT_STARTED)  # the error ends the start
+            return False
+        in_use = isinstance(error, DevicesInUseError)
+        if not (is_joining(worker) and (leaves or in_use)):
+            others = "so do all others but those with device=None" if self.before else _ON_FIRST
+            error.add_note(_WAY_OUT.format(worker.name, others))
+            await self._no_devices({})
+            return False
+        told: Exception = error
+        if not in_use:
+            why = f"{type(error).__name__}: {error}"[:_TEXT]
+            told = DevctxError(
+                f"the worker {worker.name} cannot use its devices, and leaves the cluster: {why}. "
+                "The worker's log has the traceback"
+            )
+        with suppress(Exception):  # a scheduler that cannot be told has nothing to decide
+            await self._tell(REFUSE, kind=type(told).__name__, arguments=told.args)
+        logger.error("This worker leaves the cluster because it cannot take its devices: %s", error)
+        worker.loop.add_callback(worker.close, reason="devctx-setup-failed")
+        return True
+
+    async def _no_devices(self, used: Mapping[str, int] | None) -> None:
+        """Announce no devices; with None, that tasks that ask for some do not belong there."""
+        with suppress(Exception):  # without the routing there is nothing to withdraw from
+            await self._tell(ANNOUNCE, seen=[], used=used)
+
+    async def _tell(self, op: str, **what: object) -> None:
+        """Send the scheduler a message and the routing, unless a newer plugin does so."""
+        # Plugins may replace each other faster than the scheduler answers, and two messages that
+        # are on their way at once arrive in any order.
+        async with _telling.setdefault(self._worker, asyncio.Lock()):
+            if _newest[self._worker]() is self:
+                await registration.install_routing(self._worker)
+                await registration.tell(self._worker, op, **what)
