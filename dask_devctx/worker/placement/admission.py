@@ -147,16 +147,18 @@ class Admission:
             entry = claim.priority, self._count, claim
             for device in claim.devices:
                 heappush(self.states[device].waiting, entry)
-            if len(claim.devices) > 1:
-                self._several += 1
+            self._several += len(claim.devices) > 1
             self._look(claim)
 
-    def withdraw(self, claim: Claim) -> None:
-        """Take a claim that waits out of the line."""
+    def withdraw(self, claim: Claim) -> bool:
+        """Take a claim out of the line, so that it never begins; return whether it waited."""
         with self.lock:
-            if claim.waits:
-                self._end_wait(claim, ())
+            waited = claim.waits
+            if waited:
+                claim.waits = False
+                self._several -= len(claim.devices) > 1
                 self._look(claim)
+            return waited
 
     def late(self, since: float) -> list[Claim]:
         """Return claims that wait since before a moment and could be anywhere, the last first."""
@@ -164,12 +166,6 @@ class Admission:
             every = [one for state in self.states.values() for one in state.waiting]
         claims = [claim for _, _, claim in sorted(every, reverse=True)]
         return [one for one in claims if one.waits and one.anywhere and one.placed_at < since]
-
-    def take_back(self, claim: Claim) -> bool:
-        """Let a claim of one device never begin; return whether it still waited."""
-        with self.lock:
-            waited, claim.waits = claim.waits, False
-            return waited
 
     def release(self, claim: Claim) -> None:
         """Give back what a claim holds; a second call does nothing."""
@@ -211,7 +207,7 @@ class Admission:
                     heappop(waiting)
                 elif first.share <= one.free and first.nbytes <= one.free_nbytes:
                     heappop(waiting)
-                    self._end_wait(first, (one,))
+                    self._grant(first, (one,))
                 else:
                     break
 
@@ -230,20 +226,18 @@ class Admission:
                 continue
             states = [self.states[device] for device in claim.devices]
             if all(claim.share <= one.free and claim.nbytes <= one.free_nbytes for one in states):
-                self._end_wait(claim, states)
+                self._grant(claim, states)
             else:
                 waited_for.update(claim.devices)
 
-    def _end_wait(self, claim: Claim, taken: Sequence[DeviceState]) -> None:
-        """Let a claim's call begin, which has its part of some devices now."""
-        claim.waits = False
-        for one in taken:
-            claim.held = True
+    def _grant(self, claim: Claim, states: Sequence[DeviceState]) -> None:
+        """Let a claim's call begin, which has its part of its devices from now on."""
+        claim.waits, claim.held = False, True
+        for one in states:
             one.holding.append(claim)
             one.free -= claim.share
             one.free_nbytes -= claim.nbytes
-        if len(claim.devices) > 1:
-            self._several -= 1
+        self._several -= len(claim.devices) > 1
         if claim.granted is not None:
             claim.granted()
             return

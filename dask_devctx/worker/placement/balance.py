@@ -78,7 +78,7 @@ def giving_back(worker: Worker, admission: Admission) -> Iterator[None]:
             if keys:
                 ask_at = 0.0
         for key in keys:
-            if admission.take_back(claim := late[key]):
+            if admission.withdraw(claim := late[key]):
                 claim.call.future.cancel()  # the task is scheduled again
                 claim.call = None  # it has the task's inputs
 
