@@ -29,7 +29,6 @@ from dask_devctx.errors import DevctxError, DeviceFailedError
 from dask_devctx.scheduler.rows import DEVICE
 from dask_devctx.worker.comms import in_place_of_the_first
 from dask_devctx.worker.metrics.history import CLOCKS_DIFFER_S
-from dask_devctx.worker.placement.admission import share_units
 from dask_devctx.worker.run import DeviceRun, HostRun, Refused
 from dask_devctx.worker.tracebacks import of_the_user
 
@@ -136,7 +135,7 @@ class Runs:
         run = DeviceRun(self, ts, devices, (by_user, int(last), *others))
         if not wanted.plain:
             run.is_plain = False
-            run.share = share_units(placement.share_of(wanted, devices[0]))
+            run.share = placement.share_of(wanted, devices[0])
             run.nbytes = wanted.nbytes or 0
             run.slots = run.share / self.slot
         if key in self._actors:

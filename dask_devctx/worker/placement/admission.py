@@ -20,11 +20,6 @@ from dask_devctx.cuda.device import Device
 WHOLE: Final = 1_000_000
 
 
-def share_units(share: float) -> int:
-    """Return a share in millionths, rounded down, so that n shares of 1/n fit on a device."""
-    return max(int(share * WHOLE + 1e-6), 1)
-
-
 class Claim:
     """All that one run of a task takes on its devices; the smallest priority gets it first."""
 

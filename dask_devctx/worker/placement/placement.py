@@ -11,7 +11,7 @@ from dask_devctx.annotations import ANY_DEVICE, Request, not_an_annotation
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
 from dask_devctx.errors import DevctxError, nbytes_text, no_device
-from dask_devctx.worker.placement.admission import Admission, Claim
+from dask_devctx.worker.placement.admission import WHOLE, Admission, Claim
 from dask_devctx.worker.placement.policy import (
     RELUCTANCE_S,
     Candidate,
@@ -98,18 +98,18 @@ class Placement:
             known = self._durations_s.get(claim.prefix, seconds)
             self._durations_s[claim.prefix] = known + _NEW_DURATION_WEIGHT * (seconds - known)
 
-    def share_of(self, request: Request, device: Device) -> float:
-        """Return the part of a device that a request takes.
+    def share_of(self, request: Request, device: Device) -> int:
+        """Return the part of a device that a request takes, in millionths.
 
         A request that does not say takes a slot. If it reserves a smaller part of the device's
         memory, it takes this part.
         """
-        if request.share is not None:
-            return request.share
-        slot, limit = 1 / self._tasks_per_device, self._limits.get(device)
-        if request.nbytes is None or not limit:
-            return slot
-        return min(request.nbytes / limit, slot)
+        share, limit = request.share, self._limits.get(device)
+        if share is None:
+            share = 1 / self._tasks_per_device
+            if request.nbytes is not None and limit:
+                share = min(request.nbytes / limit, share)
+        return max(int(share * WHOLE + 1e-6), 1)  # rounded down: n shares of 1/n fit on a device
 
     # -- any device
 
