@@ -216,6 +216,7 @@ def _nbytes(given: Any) -> int | None:
 
 # Whether a task may run again after a device failed while it ran.
 RERUN: Final = "rerun"
+OURS: Final = NAMES | {RERUN}
 # Marks a task that may have broken a device. The worker that runs it watches it. The value is the
 # number of this watched run, and how many such runs a task may have.
 WATCHED: Final = "devctx-watched"
@@ -273,7 +274,6 @@ _MISTAKEN: Final = {
     **dict.fromkeys(("device_mem", "device_memory_limit", "gpu_memory"), MEMORY),
 }
 _OPTIONS: Final = frozenset({"oom_retries", "tasks_per_device"})  # of the plugin
-_OURS: Final = (DEVICE, DEVICES, SHARE, MEMORY, RERUN)  # as in graph/optimize.py
 # Names as like ours as "devcie" and "device_memry". A service and a return are less so.
 _ALIKE: Final = 0.82
 
@@ -281,9 +281,9 @@ _ALIKE: Final = 0.82
 @functools.cache
 def _meant(name: str) -> str:
     """Return the annotation that another name seems to mean; "" if it means none."""
-    if name in _OURS:
+    if name in OURS:
         return ""
-    near = nearest(name, _OURS, _ALIKE)
+    near = nearest(name, OURS, _ALIKE)
     return _MISTAKEN.get(name.casefold()) or (near if near[:1] == name[:1] else "")
 
 

@@ -6,7 +6,7 @@ layers, which keeps them apart, as dask does with ``optimization.fuse.active`` F
 graph goes to dask unchanged.
 
 The functions run on the scheduler. They are sent there by value, so that a scheduler need not have
-this package. So they use nothing of it but names of dask's own functions.
+this package. So they use nothing of it but constants, and names of dask's own functions.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from typing import Any
 from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph
 
+from dask_devctx.annotations import DEVICE, DEVICES, OURS
+from dask_devctx.cuda.naming import NO_DEVICE
 from dask_devctx.dask_internals.graphs import MaterializedLayer, fuse_roots, optimize_blockwise
-
-# The annotations of this package; the values of the first two may be None, which means no device.
-NAMES = frozenset({"device", "devices", "device_share", "device_memory", "rerun"})
-MAY_BE_NONE = frozenset({"device", "devices"})
 
 Graph = Any  # a HighLevelGraph, or a mapping of tasks by key
 
@@ -53,7 +51,7 @@ def optimize_delayed(dsk: Graph, keys: Any, **kwargs: Any) -> Graph:
 
 def _is_annotated(dsk: Graph) -> bool:
     return isinstance(dsk, HighLevelGraph) and any(
-        not NAMES.isdisjoint(layer.annotations or ()) for layer in dsk.layers.values()
+        not OURS.isdisjoint(layer.annotations or ()) for layer in dsk.layers.values()
     )
 
 
@@ -79,7 +77,7 @@ def _kept(dsk: HighLevelGraph, wanted: set[Hashable]) -> HighLevelGraph:
 def _answer(name: str, value: Any, key: Hashable) -> Any:
     """Return a key's own annotation, with "none" for None, which the scheduler drops."""
     own = value(key) if callable(value) else value
-    return "none" if own is None and name in MAY_BE_NONE else own
+    return NO_DEVICE if own is None and name in (DEVICE, DEVICES) else own
 
 
 _SENT = optimize_array, optimize_bag, optimize_delayed, _answer, _flat, _is_annotated, _kept
