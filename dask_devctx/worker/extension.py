@@ -92,7 +92,6 @@ class DeviceExtension:
                         options,
                         traffic,
                         is_alone_on=self.monitor.calls.is_alone_on,
-                        on_copy=self.history.copied,
                         on_failure=self.monitor.noticed,
                     )
                 )

@@ -247,7 +247,6 @@ def storing(
     traffic: TrafficCounts,
     *,
     is_alone_on: Callable[[Device], bool],
-    on_copy: Callable[..., object],
     on_failure: Callable[[Device, DriverError], object],
 ) -> Iterator[Store]:
     """While it is open, a worker keeps its values in a store, within the limits of its devices."""
@@ -277,7 +276,7 @@ def storing(
         copies,
         worker.data.spill if isinstance(worker.data, Store) else None,
         moved=moved,
-        on_copy=on_copy,
+        on_copy=traffic.on_copy,
         on_failure=on_failure,
     )
     store = Store(worker.data, spill, moves_inputs=options.move_inputs)
