@@ -108,8 +108,10 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         return () if self.extension is None else self.extension.placement.devices
 
     def report(self) -> dict[str, Any] | None:
-        """Return the worker's tasks and their devices; call this on its event loop."""
-        return None if self.extension is None else self.extension.report()
+        """Return the worker's tasks and transfers, as plain data; call this on its event loop."""
+        if (found := self.extension) is None:
+            return None
+        return {**found.record.report(), "transfers": found.traffic.rows()}
 
     # -- dask's hooks
 

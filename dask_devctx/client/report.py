@@ -212,13 +212,11 @@ def _tasks(rows: Sequence[Sequence[Any]], worker: str) -> list[ReportedTask]:
 
 async def _of_worker(dask_worker: Worker) -> dict[str, Any] | None:
     # A coroutine, so that it runs on the worker's event loop.
-    ours = [one for one in dask_worker.plugins.values() if isinstance(one, DevicePlugin)]
-    plugin = next((one for one in ours if one.extension is not None), None)
-    if plugin is None:
-        return None
-    found = plugin.report()
     more = {"name": str(dask_worker.name), "seceded": len(dask_worker.state.long_running)}
-    return None if found is None else found | more
+    for plugin in dask_worker.plugins.values():
+        if isinstance(plugin, DevicePlugin) and (found := plugin.report()) is not None:
+            return found | more
+    return None
 
 
 # -- its text

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
-from typing import Any
 
 from distributed import Worker
 
@@ -171,10 +170,6 @@ class DeviceExtension:
                 "busy. Set threads_per_worker, or --nthreads, to %s, as LocalDeviceCluster does",
                 *(worker.address, nthreads, enough),
             )
-
-    def report(self) -> dict[str, Any]:
-        """Return the tasks that ran on each device, and the transfers, as plain data."""
-        return {**self.record.report(), "transfers": self.traffic.rows()}
 
     def _counts(self, device: Device) -> dict[str, int | None]:
         """Return the counts of a device that its tasks' record does not have."""
