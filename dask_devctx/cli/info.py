@@ -27,7 +27,7 @@ def info(context: click.Context) -> None:
     found, noun, version = Inventory(()), "device", "CUDA not available"
     problems: list[str] = []
     rows: list[Sequence[object]] = []
-    reached: dict[str, set[str]] = {}
+    links: list[Sequence[object]] = []
     visible, order = environment()
     try:
         backend = driver.backend()
@@ -42,7 +42,7 @@ def info(context: click.Context) -> None:
             number = backend.driver().version()
             version = f"CUDA {number // 1000}.{number % 1000 // 10}"
         for one in found.devices:
-            reached[one.uuid] = _reached(backend, one, found.devices)
+            links.append(_links(backend, one, found.devices))
     except DevctxError as error:
         problems.append(str(error))
     problems += config.unknown_keys()
@@ -56,16 +56,10 @@ def info(context: click.Context) -> None:
     if rows:
         head = ("device", "name", "uuid", "PCI bus id", "compute", "free", "total", "CPUs")
         parts.append(aligned(head, rows))
-    if len(rows) > 1:
+    if len(links) > 1:
         parts.append("Peer access, from each row's device to each column's memory:")
         names = [f"cuda:{one.device_id}" for one in found.devices]
-        uuids = [one.uuid for one in found.devices]
-        links = [reached.get(one, ()) for one in uuids]
-        matrix = [
-            (name, *("-" if uuid == to else ("no", "yes")[to in linked] for to in uuids))
-            for name, uuid, linked in zip(names, uuids, links, strict=True)
-        ]
-        parts.append(aligned(("", *names), matrix))
+        parts.append(aligned(("", *names), links))
     if found.hidden:
         parts.append("Hidden by CUDA_VISIBLE_DEVICES:")
         hides = [(one.nvml_index, one.name, one.uuid, one.pci_bus_id) for one in found.hidden]
@@ -73,14 +67,15 @@ def info(context: click.Context) -> None:
     if problems:
         parts.append("\n".join(["Problems:", *(f"- {one}" for one in dict.fromkeys(problems))]))
     click.echo("\n\n".join(parts))
-    context.exit(0 if reached else 1)
+    context.exit(0 if links else 1)
 
 
-def _reached(backend: Backend, info: DeviceInfo, all_: Sequence[DeviceInfo]) -> set[str]:
-    """Return the devices whose memory one can reach; raise if CUDA hides it."""
+def _links(backend: Backend, info: DeviceInfo, all_: Sequence[DeviceInfo]) -> Sequence[object]:
+    """Return a device's name, and whether it reaches the others; raise if CUDA hides it."""
     discovery.driver_ordinal(backend, info)
-    device = Device(info.uuid)
-    return {one.uuid for one in all_ if one is not info and device.can_access_peer(one.uuid)}
+    reaches = Device(info.uuid).can_access_peer
+    known = ("-" if one is info else ("no", "yes")[reaches(one.uuid)] for one in all_)
+    return f"cuda:{info.device_id}", *known
 
 
 def _row(info: DeviceInfo, memory: tuple[int, int] | None) -> Sequence[object]:
