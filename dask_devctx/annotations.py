@@ -242,16 +242,8 @@ def runs_once(annotations: Mapping[str, Any] | None) -> bool:
 
 def watched_run(annotations: Mapping[str, Any] | None) -> tuple[int, int]:
     """Return the number of a task's watched run, and how many it may have; zeros if unwatched."""
-    if not annotations or WATCHED not in annotations:
-        return 0, 0
-    run, most = annotations[WATCHED]
+    run, most = (annotations or {}).get(WATCHED, (0, 0))
     return run, most
-
-
-def refusal(annotations: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
-    """Return the fields of the error with which a worker fails a task; None to run it."""
-    given = annotations.get(REFUSED) if annotations else None
-    return None if given is None else tuple(given)
 
 
 def had_all_runs(run: int, most: int) -> str:

@@ -12,11 +12,11 @@ from distributed import Worker
 from dask_devctx.annotations import (
     ANY_DEVICE,
     HOST_ONLY,
+    REFUSED,
     RERUN,
     Request,
     had_all_runs,
     may_rerun,
-    refusal,
     requested_device,
     watched_run,
 )
@@ -180,9 +180,8 @@ class Runs:
 
 def _conditions(annotations: Mapping[str, Any]) -> tuple[int, str]:
     """Return the number of a task's isolated run, or 0, and why it does not run again, or ""."""
-    failed = refusal(annotations)
-    if failed is not None:
-        raise DeviceFailedError(*failed)
+    if REFUSED in annotations:
+        raise DeviceFailedError(*annotations[REFUSED])
     run, most = watched_run(annotations)
     if not may_rerun(annotations):
         return run, f"it says {RERUN}=False"
