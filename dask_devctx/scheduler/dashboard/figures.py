@@ -55,9 +55,7 @@ class Axes:
         self._times = DataRange1d(range_padding=0, only_visible=False)
         self._lanes = FactorRange(factors=[""], factor_padding=0)
         self._window = ColumnDataSource({"time": [0, 1000 * WINDOW_S], "height": [0.5, 0.5]})
-        self.root = RadioButtonGroup(
-            name="device_range", labels=[*WINDOWS_S], active=0, stylesheets=[STYLE]
-        )
+        self.root = RadioButtonGroup(labels=[*WINDOWS_S], active=0, stylesheets=[STYLE])
         follow = CustomJS(args={"times": self._times}, code="times.reset()")
         self.root.js_on_change("active", follow)
 
@@ -149,10 +147,10 @@ def bar(
 class LanesPlot:
     """A plot of lanes over time, and below it a legend of what it shows."""
 
-    def __init__(self, name: str, title: str, axes: Axes) -> None:
+    def __init__(self, title: str, axes: Axes) -> None:
         self.axes, self.figure = axes, axes.plot(title)
         self._legend = Div(sizing_mode="stretch_width", stylesheets=[STYLE], css_classes=["legend"])
-        self.root = column(self.figure, self._legend, name=name, sizing_mode="stretch_both")
+        self.root = column(self.figure, self._legend, sizing_mode="stretch_both")
 
     def boxes(self, rows: Rows, bottom: str = "bottom", top: str = "top", **look: Any) -> Any:
         """Show a rectangle for each row."""

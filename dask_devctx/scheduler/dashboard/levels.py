@@ -37,10 +37,9 @@ class LevelsPlot(LanesPlot):
     """
 
     def __init__(
-        self, name: str, title: str, axes: Axes, levels: Sequence[Level],
-        read: Callable[[Interval], Reading],
-    ) -> None:  # fmt: skip
-        super().__init__(name, title, axes)
+        self, title: str, axes: Axes, levels: Sequence[Level], read: Callable[[Interval], Reading]
+    ) -> None:
+        super().__init__(title, axes)
         self._levels, self._read = levels, read
         names = " ".join(level.name for level in levels)
         self._rows = Rows(f"left right low base {names}", "about")
@@ -96,7 +95,7 @@ _MEMORY: Final = (
 
 def memory_plot(axes: Axes) -> LevelsPlot:
     """Return a plot with a lane for each device, which its memory fills."""
-    return LevelsPlot("device_memory", "Memory of each device", axes, _MEMORY, _memory)
+    return LevelsPlot("Memory of each device", axes, _MEMORY, _memory)
 
 
 def _memory(one: Interval) -> Reading:
@@ -136,8 +135,7 @@ _LOAD: Final = (
 
 def utilization_plot(axes: Axes) -> LevelsPlot:
     """Return a plot with a lane for each device, which its load fills."""
-    title = "Utilization of each device"
-    return LevelsPlot("device_utilization", title, axes, _LOAD, _load)
+    return LevelsPlot("Utilization of each device", axes, _LOAD, _load)
 
 
 def _load(one: Interval) -> Reading:

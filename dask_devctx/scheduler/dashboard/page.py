@@ -20,12 +20,12 @@ from dask_devctx.scheduler.dashboard.timeline import Timeline
 _INTERVAL_MS: Final = 1000
 
 _MAKE: Final[Mapping[str, Callable[[Scheduler, Axes], Any]]] = {
-    "glance": lambda scheduler, axes: Glance("device_glance"),
+    "glance": lambda scheduler, axes: Glance(),
     "timeline": lambda scheduler, axes: Timeline(axes),
     "memory": lambda scheduler, axes: memory_plot(axes),
     "utilization": lambda scheduler, axes: utilization_plot(axes),
-    "transfers": lambda scheduler, axes: TransferMatrix("device_transfers", scheduler),
-    "failures": lambda scheduler, axes: FailuresTable("device_failures"),
+    "transfers": lambda scheduler, axes: TransferMatrix(scheduler),
+    "failures": lambda scheduler, axes: FailuresTable(),
 }
 _TABLES: Final = {"glance", "transfers", "failures"}
 
@@ -56,7 +56,8 @@ def _fill(
     feed.update()
     if not _TABLES.issuperset(names):
         plots["range"] = axes
-    for plot in plots.values():
+    for name, plot in plots.items():
+        plot.root.name = f"device_{name}"
         document.add_root(plot.root)
     document.title = f"Dask: {title}"
     document.template_variables.update(extra, names=[*plots], lanes=feed.count(), dark=dark)

@@ -24,8 +24,10 @@ _LONG: Final = Markup("<div>{}</div>")  # a text that may have several lines
 class Table:
     """A table of texts, or of HTML, below a title."""
 
-    def __init__(self, name: str, sizing: str = "stretch_both") -> None:
-        self.root = Div(name=name, sizing_mode=sizing, stylesheets=[STYLE])
+    sizing = "stretch_both"
+
+    def __init__(self) -> None:
+        self.root = Div(sizing_mode=self.sizing, stylesheets=[STYLE])
 
     def write(self, title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """Replace the content; without rows, there is the title alone."""
@@ -49,8 +51,7 @@ _HEAD: Final = (
 class Glance(Table):
     """A row for each device: its load, memory, power and temperature, its tasks and its queue."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name, "stretch_width")
+    sizing = "stretch_width"
 
     def show(self, batch: Batch) -> None:
         """Show the latest samples."""
@@ -105,8 +106,8 @@ def _of(nbytes: int | None, whole: int | None) -> str:
 class TransferMatrix(Table):
     """The bytes and the rate from each source, in a row, to each target, in a column."""
 
-    def __init__(self, name: str, scheduler: Scheduler) -> None:
-        super().__init__(name)
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__()
         self._scheduler = scheduler
 
     def show(self, batch: Batch) -> None:
@@ -149,8 +150,8 @@ class TransferMatrix(Table):
 class FailuresTable(Table):
     """The latest failures, the last one at the top, and how many of each kind there were."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self) -> None:
+        super().__init__()
         self._latest: deque[Incident] = deque(maxlen=200)
         self._counts: Counter[str] = Counter()
 

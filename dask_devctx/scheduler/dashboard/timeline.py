@@ -40,7 +40,7 @@ class Timeline(LanesPlot):
     """
 
     def __init__(self, axes: Axes) -> None:
-        super().__init__("device_timeline", _TITLE, axes)
+        super().__init__(_TITLE, axes)
         self._tasks, self._running, self._copies = self._parts = (Rows(), Rows(), Rows())
         self._begin()
         # The edge tells two tasks of one kind apart, and shows one that is too short to be seen.

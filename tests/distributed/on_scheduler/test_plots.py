@@ -98,7 +98,7 @@ def test_the_load_of_a_device() -> None:
 
 
 def test_each_device_at_a_glance() -> None:
-    there, plot, before = lanes("a"), Glance("glance"), Intervals()
+    there, plot, before = lanes("a"), Glance(), Intervals()
     plot.show(batch(there, again=True))
     assert plot.root.text == "<h3>No device has answered yet</h3>"
     idle = Sample(1, "GPU-a-1", None, time=99.0)
@@ -215,7 +215,7 @@ def test_the_matrix_adds_up_the_rows_of_heartbeats() -> None:
     metrics = {"devctx-traffic": [{**row, "transport": "peer", **timed, "newer": 1}]}
     worker = SimpleNamespace(metrics=metrics, name="w")
     scheduler: Any = SimpleNamespace(workers={"one": worker, "two": worker})
-    plot = TransferMatrix("transfers", scheduler)
+    plot = TransferMatrix(scheduler)
     plot.show(batch(lanes("a"), again=True))
     assert "<th>from</th><th>to cuda:1</th>" in plot.root.text
     assert re.search("<td>cuda:0</td><td><i [^>]+></i>4.0 KiB<br>2 GB/s</td>", plot.root.text)
