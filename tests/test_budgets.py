@@ -27,7 +27,7 @@ from tests.distributed.devices import with_plugin
 # The limits of all that is counted here. No circle of files is larger than two. For an empty
 # task 65 calls are allowed, for one with an input and a result on the device 105.
 LINES = {"dask_devctx": 22_000, "dask_devctx/worker": 6_500, "tests": 22_000}
-FILES = {"dask_devctx": 144}
+FILES = {"dask_devctx": 143}
 CIRCLE = 2
 # On the scheduler, on the worker's event loop, and on the device's thread. A worker notes the end
 # of a task in a class of the scheduler's room, where this call counts.

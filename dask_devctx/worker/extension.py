@@ -36,7 +36,7 @@ from dask_devctx.worker.placement.admission import Admission
 from dask_devctx.worker.placement.balance import giving_back
 from dask_devctx.worker.placement.placement import Placement
 from dask_devctx.worker.rechunks import Rechunks
-from dask_devctx.worker.threads.executors import device_threads, threads_without_a_device
+from dask_devctx.worker.threads import device_threads, threads_without_a_device
 from dask_devctx.worker.values.accounting import limit_nbytes
 from dask_devctx.worker.values.store import Store, storing
 

@@ -27,7 +27,7 @@ from dask_devctx.errors import DevctxError, DriverError
 from dask_devctx.transfer import nbytes_by_device, release_held, walk
 from dask_devctx.transfer.ipc.sending import Staging
 from dask_devctx.transfer.page_locked import PageLockedPool
-from dask_devctx.worker.threads.executors import keep_near
+from dask_devctx.worker.threads import keep_near
 from dask_devctx.worker.values.accounting import Account, Accounts, allocations, may_leave, numbers
 from dask_devctx.worker.values.copies import Copies
 from dask_devctx.worker.values.host_form import Copying, HostForm

@@ -20,8 +20,7 @@ from dask_devctx import DevicePlugin, devices
 from dask_devctx.dask_internals.garbage import collecting_rarely
 from dask_devctx.dask_internals.tasks import DeviceThreadPoolExecutor
 from dask_devctx.worker.placement.admission import Admission, Claim
-from dask_devctx.worker.threads import executors
-from dask_devctx.worker.threads.executors import keep_near
+from dask_devctx.worker.threads import keep_near
 from tests.distributed.devices import claim_of, on_cluster, started
 
 THREADS = 12
@@ -57,7 +56,7 @@ def cpu_threads_of(worker: Worker) -> list[threading.Thread]:
 def test_as_many_as_there_are_cpus(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], expected: int
 ) -> None:
-    monkeypatch.setattr(executors, "CPU_COUNT", 3)
+    monkeypatch.setattr("dask_devctx.worker.threads.CPU_COUNT", 3)
 
     @on_cluster(THREADS)
     async def body(client: Client, worker: Worker) -> None:
