@@ -21,10 +21,9 @@ from distributed import Client, Scheduler
 from dask_devctx.client.live import refuse_unusable
 from dask_devctx.errors import DevctxError
 from dask_devctx.scheduler.history import DeviceHistory, KnownWorker
-from dask_devctx.scheduler.rows import HOST, Copy, Incident, TaskRun
+from dask_devctx.scheduler.rows import HOST, Copy, Happened, Incident, TaskRun
 
 Event = dict[str, Any]
-Row = TaskRun | Copy | Incident
 End = tuple[str, str | None]  # a worker, and a device of it or None
 
 
@@ -32,7 +31,7 @@ End = tuple[str, str | None]  # a worker, and a device of it or None
 class Stretch:
     """The known history of a stretch of time."""
 
-    rows: list[tuple[str, Row]] = field(default_factory=list)
+    rows: list[tuple[str, Happened]] = field(default_factory=list)
     workers: Mapping[str, KnownWorker] = field(default_factory=dict)
     lost: int = 0
 
@@ -159,7 +158,7 @@ def trace(stretch: Stretch) -> dict[str, Any]:
     }
 
 
-def _begin(row: Row) -> float | None:
+def _begin(row: Happened) -> float | None:
     return row.time if isinstance(row, Incident) else row.start
 
 

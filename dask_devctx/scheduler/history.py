@@ -24,7 +24,7 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_devctx.dask_internals.scheduler import ask
 from dask_devctx.scheduler.messages import ACTION, ANSWER_LIMIT, HISTORY, ROUTING, Failure
-from dask_devctx.scheduler.rows import KINDS, Copy, Incident, Row, Sample, TaskRun
+from dask_devctx.scheduler.rows import KINDS, Happened, Incident, Row, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class DeviceHistory:
         for task in self._asking.values():
             task.cancel()
 
-    def read(self, since: int = 0) -> Reading[TaskRun | Copy | Incident]:
+    def read(self, since: int = 0) -> Reading[Happened]:
         """Return the rows since a number; collect more of them from now on."""
         self._read_at = time()
         if not self._looking.is_running():
@@ -135,7 +135,7 @@ class DeviceHistory:
             self._look()
         return self.rows(since)
 
-    def rows(self, since: int = 0) -> Reading[TaskRun | Copy | Incident]:
+    def rows(self, since: int = 0) -> Reading[Happened]:
         """Return the rows since a number that were collected already."""
         return self._reading(self._rows, since)
 

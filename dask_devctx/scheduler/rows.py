@@ -312,7 +312,8 @@ def memory_field(kind: str) -> str:
 _OF_WORKERS: Final = ("running", "queued", *DeviceCounts.SUMS, *map(memory_field, OF_A_WORKER))
 
 
-Row = TaskRun | Copy | Incident | Sample
+Happened = TaskRun | Copy | Incident
+Row = Happened | Sample
 # The rings of a worker's history, and the rows in them.
 KINDS: Final[dict[str, Any]] = {
     "tasks": TaskRun,

@@ -16,7 +16,7 @@ from distributed.metrics import time
 from dask_devctx.scheduler.cluster import device_names
 from dask_devctx.scheduler.history import DeviceHistory
 from dask_devctx.scheduler.messages import ROUTING
-from dask_devctx.scheduler.rows import Copy, Incident, Sample, TaskRun, merged
+from dask_devctx.scheduler.rows import Copy, Happened, Incident, Sample, TaskRun, merged
 
 # The most tasks and copies of an update, and of one that begins from nothing: the scheduler's event
 # loop does nothing else meanwhile.
@@ -26,8 +26,6 @@ _MOST_AT_FIRST: Final = 10_000
 STALE_S: Final = 3.0
 # Two samples of a device further apart than this show nothing of the time between them.
 _APART_S: Final = 5.0
-
-_Row = TaskRun | Copy | Incident
 
 
 class Lanes:
@@ -179,7 +177,7 @@ class Feed:
             plot.show(batch)
 
 
-def _longest(rows: list[_Row], most: int) -> list[_Row]:
+def _longest(rows: list[Happened], most: int) -> list[Happened]:
     """Return the rows without the shortest tasks and copies, if there are too many."""
     if len(rows) <= most:
         return rows
@@ -187,7 +185,7 @@ def _longest(rows: list[_Row], most: int) -> list[_Row]:
     return [rows[n] for n in sorted(kept)]
 
 
-def _weight(row: _Row) -> float:
+def _weight(row: Happened) -> float:
     if isinstance(row, Incident) or (isinstance(row, TaskRun) and row.outcome == "error"):
         return math.inf
     return (row.stop or 0.0) - (row.start or 0.0)
