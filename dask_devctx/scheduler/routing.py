@@ -52,10 +52,6 @@ from dask_devctx.scheduler.suspects import SuspectTasks
 
 logger = logging.getLogger(__name__)
 
-# The errors with which a worker leaves that could not take its devices.
-_REFUSALS: Mapping[str, Callable[..., Exception]] = {
-    kind.__name__: kind for kind in (DevicesInUseError, DevctxError)
-}
 # The entries of an event that tells of a failure.
 _IS_FAILURE = {"action": ACTION, "protocol": PROTOCOL}
 
@@ -238,10 +234,11 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         if address in self._cluster.workers:
             self._review()
 
-    def _refused(self, address: str, kind: str, arguments: Sequence[Any]) -> None:
+    def _refused(self, address: str, text: str, in_use: bool) -> None:
         """Note why a worker leaves; the error is made here, and nothing is unpickled."""
         self._sharing.left(address, may_return=False)
-        self.refused[self.scheduler.workers[address].name] = _REFUSALS[kind](*arguments)
+        error = DevicesInUseError if in_use else DevctxError
+        self.refused[self.scheduler.workers[address].name] = error(text)
         self._cluster.unheard.pop(address, None)
         self._review()
 

@@ -22,7 +22,7 @@ from dask_devctx.config.options import Options
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device, named_devices
 from dask_devctx.dask_internals.worker import is_joining
-from dask_devctx.errors import DevctxError, DevicesInUseError, in_use, no_device
+from dask_devctx.errors import DevicesInUseError, in_use, no_device
 from dask_devctx.scheduler.messages import ANNOUNCE, CLAIM, REFUSE
 from dask_devctx.worker.leases import registration
 from dask_devctx.worker.leases.locks import held_devices, take
@@ -188,15 +188,15 @@ class DeviceLease:
             error.add_note(_WAY_OUT.format(worker.name, others))
             await self._no_devices({})
             return False
-        told: Exception = error
+        text = str(error)
         if not in_use:
             why = f"{type(error).__name__}: {error}"[:_TEXT]
-            told = DevctxError(
+            text = (
                 f"the worker {worker.name} cannot use its devices, and leaves the cluster: {why}. "
                 "The worker's log has the traceback"
             )
         with suppress(Exception):  # a scheduler that cannot be told has nothing to decide
-            await self._tell(REFUSE, kind=type(told).__name__, arguments=told.args)
+            await self._tell(REFUSE, text=text, in_use=in_use)
         logger.error("This worker leaves the cluster because it cannot take its devices: %s", error)
         worker.loop.add_callback(worker.close, reason="devctx-setup-failed")
         return True
