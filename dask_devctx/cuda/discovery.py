@@ -255,7 +255,9 @@ def _handle(nvml: Any, info: DeviceInfo) -> Any:
 
 def _gpu(nvml: Any, index: int, handle: Any) -> NvmlGPU:
     ask = partial(_answer, nvml, handle)
-    pci, words = ask("nvmlDeviceGetPciInfo"), -(-(os.cpu_count() or 1) // _WORD_BITS)
+    pci, n_words = ask("nvmlDeviceGetPciInfo"), -(-(os.cpu_count() or 1) // _WORD_BITS)
+    words = ask("nvmlDeviceGetCpuAffinity", n_words) or ()
+    cpus = sum(int(word) << n * _WORD_BITS for n, word in enumerate(words))
     info = DeviceInfo(
         device_id=-1,
         uuid=nvml.nvmlDeviceGetUUID(handle),
@@ -264,7 +266,7 @@ def _gpu(nvml: Any, index: int, handle: Any) -> NvmlGPU:
         compute_capability=ask("nvmlDeviceGetCudaComputeCapability"),
         total_memory=_total_memory(nvml, handle),
         nvml_index=index,
-        cpu_affinity=frozenset(_bits(ask("nvmlDeviceGetCpuAffinity", words))) or None,
+        cpu_affinity=frozenset(n for n in range(cpus.bit_length()) if cpus >> n & 1) or None,
     )
     mode = ask("nvmlDeviceGetMigMode")
     if not mode or not mode[0]:
@@ -297,10 +299,3 @@ def _cuda_bus_id(value: str) -> str:
     """Return a bus id as CUDA writes it: NVML writes the domain with eight digits, in capitals."""
     domain, _, rest = value.lower().partition(":")
     return f"{int(domain, 16):04x}:{rest}"
-
-
-def _bits(words: Any) -> Iterator[int]:
-    for place, word in enumerate(words or ()):
-        for bit in range(_WORD_BITS):
-            if int(word) >> bit & 1:
-                yield place * _WORD_BITS + bit
