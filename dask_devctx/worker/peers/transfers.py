@@ -19,6 +19,7 @@ from dask_devctx.transfer.ipc.receiving import OpenedBuffers, Receiving
 from dask_devctx.transfer.ipc.sending import Sending, Staging
 from dask_devctx.transfer.traffic import TrafficCounts
 from dask_devctx.worker.peers.transport import Transport
+from dask_devctx.worker.values.accounting import limit_nbytes
 
 if TYPE_CHECKING:
     from dask_devctx.worker.values.store import Store
@@ -74,11 +75,9 @@ class PeerTransfers:
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
 
     def _limit(self, device: Device) -> int:
-        staging, limit = self.options.ipc_staging, self.limits.get(device)
-        if staging > 1:
-            return int(staging)
-        most = int(device.memory_info.total * staging)
-        return min(most, limit // _OF_LIMIT) if limit else most
+        staging = self.options.ipc_staging
+        most = limit_nbytes(device, staging) or 0
+        return most if staging > 1 else min(most, self.limits[device] // _OF_LIMIT)
 
     def end(self) -> None:
         """Close other workers' memory, and free this one's when no transfer uses it any more."""
