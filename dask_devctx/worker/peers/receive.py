@@ -167,14 +167,12 @@ async def _arrive(
 
     def begin() -> None:  # each change of threads takes time
         local.store.spill.allocated(receiving.device, receiving.nbytes, receiving.allocate)
-        if receiving.nbytes:
-            receiving.start()
+        receiving.start()
         if not more:
             end()
 
     def end() -> None:
-        if receiving.nbytes:
-            receiving.finish()
+        receiving.finish()
         unpacked()
 
     quick = receiving.nbytes <= QUICK_NBYTES and receiving.is_quick()
@@ -198,9 +196,8 @@ async def _arrive(
         if more:
             await local.run(end)
         return
-    if receiving.nbytes:
-        receiving.start()
-        await local.copied(receiving)
+    receiving.start()
+    await local.copied(receiving)
     unpacked()
 
 
