@@ -34,6 +34,9 @@ from dask_devctx.worker.values.value import AWAY, Value
 # Whether the reader in this context sends values to another process.
 SENDING: Final[ContextVar[bool]] = ContextVar("devctx-sending", default=False)
 _EXECUTE: Final = inspect.unwrap(Worker.execute).__code__
+_GET_DATA: Final = inspect.unwrap(Worker.get_data).__code__
+# Until Python 3.12, a comprehension in it has code of its own.
+_SENDERS: Final = {_GET_DATA, *filter(inspect.iscode, _GET_DATA.co_consts)}
 # Of a key whose value dask's own mapping has; the second if it was searched, and holds no arrays
 # although its type may.
 _IN_RAW: Final = object()
@@ -50,7 +53,7 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
 
     Every reader gets the value itself, on its device. There are two exceptions: the worker that
     prepares a task gets the :class:`Value`, which the task's :class:`Use` resolves on its thread;
-    one that sends values gets it for those in host memory.
+    one that sends values gets it for those in host memory, or their host forms after the plugin.
     """
 
     # As a dictionary, it has all keys: with a `Value` on devices, or with the note that dask's own
@@ -70,6 +73,7 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
         self.copies = spill.copies
         self.moves_inputs = moves_inputs
         self.open = True  # whether tasks resolve what they get
+        self._sends_forms = False
         # The values that tasks have made and dask is about to store, by key.
         self.made: dict[Hashable, Value] = {}
         # A mapping of the user's may have its values anywhere: it gets no `Value`, and is not read.
@@ -84,9 +88,13 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
             elif walk.find(whole.__class__) is not None:
                 self[key] = whole
 
-    def give_back(self) -> MutableMapping[Any, Any]:
-        """Return the data without the plugin: this, while values are in host memory or on disk."""
-        self.open = False
+    def give_back(self, *, serialized: bool) -> MutableMapping[Any, Any]:
+        """Return the data without the plugin: this, while values are in host memory or on disk.
+
+        Those are sent as they are, if ``serialized``: their devices may have no room for them, and
+        after some errors of a read dask sends nothing more.
+        """
+        self.open, self._sends_forms = False, serialized
         self.made.clear()
         for value in [one for one in _dict.values(self) if one.__class__ is Value]:
             whole = value.value  # read once: a thread may just be moving it
@@ -112,8 +120,11 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
         if SENDING.get():
             value.touched, whole = next(numbers), value.value
             return value if whole is AWAY else whole
-        if self.open and sys._getframe(1).f_code is _EXECUTE:
+        reader = sys._getframe(1).f_code
+        if self.open and reader is _EXECUTE:
             return value
+        if self._sends_forms and value.is_away and reader in _SENDERS:
+            return value.host_form()
         return self.spill.read(value)
 
     def __setitem__(self, key: Hashable, whole: Any) -> None:
@@ -261,7 +272,9 @@ def storing(
 
     def unwrap() -> MutableMapping[Any, Any]:
         spill.stop()
-        return store if worker.status is Status.closing else store.give_back()
+        if worker.status is Status.closing:
+            return store
+        return store.give_back(serialized=not worker.address.startswith("inproc"))
 
     def release() -> None:
         """Release what finished work has read; after the end, while tasks run or it is read."""
