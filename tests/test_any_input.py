@@ -56,8 +56,5 @@ def test_the_configuration(chosen: dict[str, Any]) -> None:
 
 @given(ANYTHING)
 def test_simulated_devices(value: Any) -> None:
-    with (
-        dask.config.set({"devctx.simulated-devices": value}),
-        suppress(DriverUnavailableError),
-    ):
+    with dask.config.set({"devctx.simulated-devices": value}), suppress(DriverUnavailableError):
         assert simulated.simulated_devices() >= 0

@@ -116,5 +116,5 @@ def _as_text(address: str, before: Moment, now: Moment, sort: str | None) -> str
         lines.append(f"moving: {', '.join(told)}")
     used = {name for device in devices for name in device.workers}
     if bare := len({*now.workers.values()} - used):
-        lines.append(f"{bare} of the workers have no device")
+        lines.append(f"without devices in their last heartbeat: {counted(bare, 'worker')}")
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
@@ -22,6 +23,8 @@ from dask_devctx.scheduler.messages import ACTION
 from dask_devctx.scheduler.rows import DeviceCounts, Incident, TaskRun, Transfer, added, known
 
 _COLUMNS: Final = 100
+# A worker that does not answer within this time is stopped, or a task there keeps the GIL.
+_PATIENCE_S: Final = 5.0
 # A rate of fewer bytes says nothing about a link.
 _LEAST_TIMED: Final = 2**20
 # So many kinds of refused tasks are named.
@@ -166,7 +169,7 @@ def report(client: Client | Cluster) -> Report:
 
 async def _report(client: Client) -> Report:
     # A worker that restarts, or has another version of this package, must not hide the others.
-    answers = sorted((await client.run(_of_worker, on_error="return")).items())
+    answers = sorted((await _answers(client)).items())
     silent = {w: repr(one) for w, one in answers if isinstance(one, BaseException)}
     workers = {w: one is not None for w, one in answers if w not in silent}
     found = [(w, one) for w, one in answers if workers.get(w)]
@@ -187,6 +190,19 @@ async def _report(client: Client) -> Report:
         seceded=sum(one["seceded"] for _, one in found),
         failures=failures,
     )
+
+
+async def _answers(client: Client, workers: list[str] | None = None) -> dict[str, Any]:
+    """Return what workers answer, all by default; an error for each that does not."""
+    asking = client.run(_of_worker, workers=workers, on_error="return")
+    try:
+        return await asyncio.wait_for(asking, _PATIENCE_S)
+    except TimeoutError:
+        if workers is not None:
+            return {workers[0]: TimeoutError(f"none within {_PATIENCE_S:g} s")}
+    all_: Any = (await client.scheduler.identity(n_workers=-1))["workers"]
+    each = await asyncio.gather(*(_answers(client, [one]) for one in all_))
+    return {worker: answer for some in each for worker, answer in some.items()}
 
 
 def _of_scheduler(dask_scheduler: Scheduler) -> tuple[int, list[str]]:

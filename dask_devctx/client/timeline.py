@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -34,6 +34,7 @@ class Stretch:
     rows: list[tuple[str, Happened]] = field(default_factory=list)
     workers: Mapping[str, KnownWorker] = field(default_factory=dict)
     lost: int = 0
+    silent: Sequence[str] = ()
 
 
 @dataclass
@@ -48,12 +49,15 @@ class Timeline:
         The number of tasks and of copies in the file.
     lost
         How many rows of the history were dropped before they were read.
+    silent
+        The addresses of workers that did not answer: the file may lack rows of theirs.
     """
 
     path: Path
     tasks: int
     copies: int
     lost: int
+    silent: Sequence[str] = ()
 
 
 def timeline(client: Client, path: str | os.PathLike[str], *, since: float = 0.0) -> Timeline:
@@ -110,17 +114,17 @@ async def _written(client: Client, path: Path, since: float) -> Timeline:
     content = trace(stretch)
     about = content["otherData"]
     path.write_text(json.dumps(content), encoding="utf-8")
-    return Timeline(path, about["tasks"], about["copies"], about["lost_rows"])
+    return Timeline(path, about["tasks"], about["copies"], about["lost_rows"], stretch.silent)
 
 
 async def _of_scheduler(dask_scheduler: Scheduler, since: float) -> Stretch | None:
     history = DeviceHistory.of(dask_scheduler)
     if history is None:
         return None
-    await history.collect()
+    silent = await history.collect()
     reading = history.rows()
     rows = [pair for pair in reading.rows if (_begin(pair[1]) or 0.0) >= since]
-    return Stretch(rows, history.workers, reading.lost)
+    return Stretch(rows, history.workers, reading.lost, silent)
 
 
 # -- the file: a process of the trace is a worker, and a thread is a device. Slices of one thread

@@ -112,7 +112,7 @@ class DeviceHistory:
         self._samples = Ring(_SAMPLES)
         self.patience_s = 5.0  # the collection goes on so long after the last reading
         self._read_at = 0.0
-        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._asking: dict[str, asyncio.Task[bool]] = {}
         self._looking = PeriodicCallback(self._look, _INTERVAL_S * 1000)
         self._failures = _failures()
 
@@ -147,11 +147,12 @@ class DeviceHistory:
         rows, following, lost = ring.since(since)
         return Reading([row for row in rows if row[0] in self.workers], following, lost)
 
-    async def collect(self) -> None:
-        """Collect the rows of all workers once, now."""
+    async def collect(self) -> list[str]:
+        """Collect the rows of all workers once, now; return the addresses of those not heard."""
         self._look_now()
-        if self._asking:
-            await asyncio.wait(list(self._asking.values()))
+        if asking := dict(self._asking):
+            await asyncio.wait(asking.values())
+        return [one for one, task in asking.items() if task.cancelled() or not task.result()]
 
     def left(self, address: str) -> None:
         """Note that a worker left; its rows stay."""
@@ -196,7 +197,7 @@ class DeviceHistory:
             known = self.workers[address] = KnownWorker(name, host)
         return known
 
-    async def _ask(self, address: str) -> None:
+    async def _ask(self, address: str) -> bool:
         known, more = self._known(address), True
         while more:
             try:
@@ -206,7 +207,8 @@ class DeviceHistory:
                 more = self._take(address, known, await asyncio.wait_for(asking, _TIMEOUT_S))
             except Exception as error:  # it is leaving, or very busy
                 logger.debug("no history from %s: %r", address, error)
-                return
+                return False
+        return True
 
     def _take(self, address: str, known: KnownWorker, answer: Mapping[str, Any]) -> bool:
         """Keep the rows of an answer; return whether the worker has more of them."""

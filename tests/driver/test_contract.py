@@ -132,12 +132,7 @@ def primary_dies_while_current(d):
     assert int(ok(d.cuCtxGetCurrent())) == int(context)
     assert int(ok(d.cuCtxGetDevice())) == 0
     assert set(
-        names(
-            d.cuCtxSynchronize(),
-            d.cuMemFree(0),
-            d.cuMemAlloc(16),
-            d.cuCtxGetId(null),
-        )
+        names(d.cuCtxSynchronize(), d.cuMemFree(0), d.cuMemAlloc(16), d.cuCtxGetId(null))
     ) == {"CONTEXT_IS_DESTROYED"}
     again = ok(d.cuDevicePrimaryCtxRetain(0))
     assert int(again) == int(context)  # the same handle, alive again where it was current
@@ -271,10 +266,7 @@ def limits_of_this_architecture(d):
         return
     ok(d.cuCtxSetCurrent(ok(d.cuDevicePrimaryCtxRetain(0))))
     which = types.CUlimit
-    for limit in (
-        which.CU_LIMIT_DEV_RUNTIME_SYNC_DEPTH,
-        which.CU_LIMIT_CIG_SHMEM_FALLBACK_ENABLED,
-    ):
+    for limit in (which.CU_LIMIT_DEV_RUNTIME_SYNC_DEPTH, which.CU_LIMIT_CIG_SHMEM_FALLBACK_ENABLED):
         assert names(d.cuCtxGetLimit(limit), d.cuCtxSetLimit(limit, 4)) == ["UNSUPPORTED_LIMIT"] * 2
 
 

@@ -251,15 +251,9 @@ def held(*ordinals: int) -> ExitStack:
     ],
 )
 def test_the_next_cluster_gets_the_rest(
-    given: dict[str, Any],
-    expected: list[list[int]],
-    caplog: pytest.LogCaptureFixture,
+    given: dict[str, Any], expected: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with (
-        held(0, 1),
-        LocalDeviceCluster(**{**QUIET, **given}) as cluster,
-        Client(cluster) as client,
-    ):
+    with held(0, 1), LocalDeviceCluster(**{**QUIET, **given}) as cluster, Client(cluster) as client:
         assert sorted(client.run(of_worker).values()) == expected
         said = repr(cluster)
     (line,) = [text for text in caplog.messages if "those that are free, cuda:2, cuda:3: " in text]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import dask
@@ -26,6 +28,7 @@ from dask_devctx import (
     timeline,
 )
 from dask_devctx.client.report import Report, ReportedDevice
+from dask_devctx.scheduler.messages import HISTORY
 from tests.distributed.devices import fail, started, submit_on
 
 
@@ -202,17 +205,29 @@ def test_a_cluster_without_the_plugin_has_nothing_to_report() -> None:
         assert list(found.workers.values()) == [True]
 
 
+async def late(*args: object, **kwargs: object) -> None:
+    await asyncio.sleep(2)
+
+
+@pytest.mark.parametrize("why", ["AttributeError(", "TimeoutError('none within 0.2 s')"])
 def test_a_worker_that_cannot_answer_does_not_hide_the_others(
-    client: Client, cluster: LocalDeviceCluster
+    client: Client, cluster: LocalDeviceCluster, monkeypatch: Any, tmp_path: Path, why: str
 ) -> None:
     run_some(client)
     mute, other = cluster.workers.values()
-    mute.plugins["devctx"].extension.record = object()  # as of another version
+    if why.startswith("Timeout"):  # as one that is stopped
+        mute.handlers |= {"run": late, HISTORY: late}
+        monkeypatch.setattr("dask_devctx.client.report._PATIENCE_S", 0.2)
+        monkeypatch.setattr("dask_devctx.scheduler.history._TIMEOUT_S", 0.2)
+        assert timeline(client, tmp_path / "timeline.json").silent == [mute.address]
+    else:
+        mute.plugins["devctx"].extension.record = object()  # as of another version
+        assert timeline(client, tmp_path / "timeline.json").silent == []
     found = report(client)
     assert {device.worker for device in found.devices} == {other.address}
     assert list(found.workers) == [other.address]
     assert list(found.silent) == [mute.address]
-    assert f"no answer from {mute.address}: AttributeError(" in str(found)
+    assert f"no answer from {mute.address}: {why}" in str(found)
 
 
 def test_a_cluster_without_workers_has_nothing_to_report() -> None:

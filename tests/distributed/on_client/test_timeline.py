@@ -58,10 +58,7 @@ def test_since(client: Client, tmp_path: Path) -> None:
 
 
 def test_lost_rows_are_told(tmp_path: Path) -> None:
-    with (
-        dask.config.set({"devctx.history": 4}),
-        started(n_workers=1) as client,
-    ):
+    with dask.config.set({"devctx.history": 4}), started(n_workers=1) as client:
         client.gather(client.map(nap, [0.0] * 10, pure=False))
         made = timeline(client, tmp_path / "timeline.json")
         content = checked(tmp_path / "timeline.json")

@@ -179,10 +179,7 @@ def _total(*values: Any) -> float:
 
 
 # Where the transfer is made long, and in whose process: 0 sends and 1 receives.
-_ENDS = [
-    pytest.param(0, id="sender", marks=pytest.mark.long),
-    pytest.param(1, id="receiver"),
-]
+_ENDS = [pytest.param(0, id="sender", marks=pytest.mark.long), pytest.param(1, id="receiver")]
 _STEPS = [
     pytest.param(0, "cuMemAlloc", id="staging memory is allocated", marks=pytest.mark.long),
     pytest.param(0, "cuMemcpyAsync", id="the value is staged"),
