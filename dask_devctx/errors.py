@@ -239,6 +239,8 @@ class DeviceFailedError(DevctxError):
     watched
         Whether the one suspect was watched: no other task ran in the process beside it, and the
         worker waited for its devices before it and after it.
+    worker
+        The worker's address; "" if it is not known.
     not_again
         Why the task that has this error does not run again, although other tasks are suspects, too.
         "" where the one suspect has it, and where all of them run again.
@@ -255,6 +257,7 @@ class DeviceFailedError(DevctxError):
     suspects: Sequence[str] = ()
     lost: bool = False
     watched: bool = False
+    worker: str = ""
     not_again: str = ""
 
     def __str__(self) -> str:
@@ -262,7 +265,8 @@ class DeviceFailedError(DevctxError):
         end = "No GPU can be used in this process any more"
         if was_reset:
             end = "Its context was reset or destroyed, and all data on it is gone"
-        said = [f"{self.device} ({self.uuid}) failed with {self.status} ({self.code})"]
+        where = f" on {self.worker}" if self.worker else ""
+        said = [f"{self.device} ({self.uuid}) failed with {self.status} ({self.code}){where}"]
         if self.lost:
             said.append("The device is gone: it fell off the bus. Reset it, or restart the machine")
         said.append(f"{end}: the worker ends, and dask computes its results again")

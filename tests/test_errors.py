@@ -40,10 +40,11 @@ CASES = {
         "CUDA_ERROR_ASSERT",
         710,
         ["x on cuda:0", "y on cuda:1"],
+        worker="tcp://a:1",
         not_again="it says rerun=False",
-    ): "cuda:1 (GPU-b) failed with CUDA_ERROR_ASSERT (710). No GPU can be used in this process "
-    "any more: the worker ends, and dask computes its results again. Any of these may have "
-    "caused it: x on cuda:0; y on cuda:1. It is not run again: it says rerun=False",
+    ): "cuda:1 (GPU-b) failed with CUDA_ERROR_ASSERT (710) on tcp://a:1. No GPU can be used in "
+    "this process any more: the worker ends, and dask computes its results again. Any of these "
+    "may have caused it: x on cuda:0; y on cuda:1. It is not run again: it says rerun=False",
     errors.DeviceOutOfMemoryError(
         "cuda:1", "GPU-b", 2**31, 2**30, 2**34, [(7, 2**33), (8, None), (9, 0)], 2, pid=7
     ): "cuda:1 (GPU-b) has not enough memory; the task ran 2 times (2.0 GiB more asked for; "

@@ -151,7 +151,7 @@ class Guard(Call):
                         continue
                 if outcome is not raised:
                     outcome.__context__ = None  # its cause says the same, and is sent to the client
-                elif isinstance(outcome, Exception):
+                if isinstance(outcome, Exception if outcome is raised else MemoryError):
                     where = ", ".join(map(str, self.devices))
                     outcome.add_note(f"{key!r} ran on {where} of {monitor.worker.address}")
                 if self.is_task:

@@ -134,7 +134,9 @@ def test_a_device_that_the_user_named_is_kept(client: Client, machine: Simulated
     assert isinstance(error.__cause__, MemoryError)
     assert (error.device, error.free_nbytes, error.total_nbytes) == ("cuda:0", 2**20, 16 * GIB)
     assert error.attempts == 2
-    assert "on the host" in error.__notes__[0]
+    remedy, where = error.__notes__
+    assert "on the host" in remedy
+    assert where.startswith("('finalize-sum', 0) ran on cuda:0 of ")
     ((_pid, nbytes),) = error.holders
     assert nbytes == 16 * GIB - 2**20
     assert client.submit(allocate, 2**10).result() in range(4)  # the worker is well

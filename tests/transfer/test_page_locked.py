@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from cuda.bindings.driver import CUresult
 
-from dask_devctx import Device
+from dask_devctx import Device, DriverError
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.transfer.page_locked import HostBlock, PageLockedPool
 
@@ -120,6 +120,9 @@ def test_a_driver_that_refuses_is_not_asked_again(
     assert again.address == at
     assert locked(machine) == (2, 0)
     pool.close()
+    machine.faults.inject("cuMemHostRegister", CUresult.CUDA_ERROR_ILLEGAL_ADDRESS)
+    with pytest.raises(DriverError, match="ILLEGAL_ADDRESS"):  # not that the host's memory is full
+        pool_of(1).take(SLAB)
 
 
 def test_blocks_outlive_the_pool(machine: SimulatedMachine) -> None:
