@@ -167,12 +167,14 @@ async def _arrive(
 
     def begin() -> None:  # each change of threads takes time
         local.store.spill.allocated(receiving.device, receiving.nbytes, receiving.allocate)
-        receiving.start()
+        if receiving.nbytes:
+            receiving.start()
         if not more:
             end()
 
     def end() -> None:
-        receiving.finish()
+        if receiving.nbytes:
+            receiving.finish()
         unpacked()
 
     quick = receiving.nbytes <= QUICK_NBYTES and receiving.is_quick()
@@ -196,8 +198,9 @@ async def _arrive(
         if more:
             await local.run(end)
         return
-    receiving.start()
-    await local.copied(receiving)
+    if receiving.nbytes:
+        receiving.start()
+        await local.copied(receiving)
     unpacked()
 
 
