@@ -69,7 +69,13 @@ class DeviceRechunk(_rechunk.ArrayRechunkRun):  # type: ignore[misc]
         self.held: dict[Index, Held] = {}  # by all workers
         self.grid: Any = None  # the keeper's, of the blocks and of pieces on their way here
         self.lock = threading.Lock()
+        self._first_keeper = _keepers.get(self.local_address)
         _newest[self.local_address, self.id] = self
+
+    @property
+    def keeper(self) -> Any:
+        """The worker's keeper, while none takes its place; None for dask's own run."""
+        return _keepers.get(self.local_address, self._first_keeper)
 
     @cached_property
     def axes(self) -> list[list[list[tuple[int, slice]]]]:
@@ -79,7 +85,7 @@ class DeviceRechunk(_rechunk.ArrayRechunkRun):  # type: ignore[misc]
         return old_to_new(self.old, self.new)  # type: ignore[no-any-return]
 
     def add_partition(self, data: Any, partition_id: Index) -> int:
-        keeper = _keepers.get(self.local_address)
+        keeper = self.keeper
         self.raise_if_closed()
         held = None if keeper is None else keeper.keep(self, partition_id, data)
         if held is None:
@@ -91,8 +97,7 @@ class DeviceRechunk(_rechunk.ArrayRechunkRun):  # type: ignore[misc]
         return int(self.run_id)
 
     async def barrier(self, run_ids: Sequence[int]) -> int:
-        keeper = _keepers.get(self.local_address)
-        if self.held and keeper is not None:
+        if self.held and (keeper := self.keeper) is not None:
             await keeper.lead_outputs(self)
         return int(await super().barrier(run_ids))
 
@@ -115,7 +120,7 @@ class DeviceRechunk(_rechunk.ArrayRechunkRun):  # type: ignore[misc]
         await super()._receive([one for one in data if not isinstance(one[1], bytes)])
 
     def get_output_partition(self, partition_id: Index, key: Any, **kwargs: Any) -> Any:
-        keeper = _keepers.get(self.local_address)
+        keeper = self.keeper
         self.raise_if_closed()
         here = self.worker_for[partition_id] == self.local_address and self.transferred
         made = keeper.output(self, partition_id) if here and self.held and keeper else None
