@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import InitVar, dataclass, field, replace
 from functools import reduce
 from html import escape
@@ -16,6 +17,7 @@ from distributed.deploy import Cluster
 
 from dask_devctx.client import live
 from dask_devctx.client.live import ReportedDevice
+from dask_devctx.dask_internals.scheduler import ask
 from dask_devctx.errors import counted, nbytes_text
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.history import DeviceHistory
@@ -168,15 +170,18 @@ def report(client: Client | Cluster) -> Report:
 
 
 async def _report(client: Client) -> Report:
+    waiting, failures, heard = await client.run_on_scheduler(_of_scheduler)
     # A worker that restarts, or has another version of this package, must not hide the others.
-    answers = sorted((await _answers(client)).items())
+    there = [worker for worker, answers in heard.items() if answers]
+    found = await client.run(_of_worker, workers=there, on_error="return")
+    mute = TimeoutError(f"none within {_PATIENCE_S:g} s")
+    answers = sorted((dict.fromkeys(heard, mute) | found).items())
     silent = {w: repr(one) for w, one in answers if isinstance(one, BaseException)}
     workers = {w: one is not None for w, one in answers if w not in silent}
     found = [(w, one) for w, one in answers if workers.get(w)]
     tasks = [task for w, one in found for task in _tasks(one["runs"], w)]
     tasks.sort(key=lambda task: task.start or 0.0)
     transfers = [(w, known(Transfer, row)) for w, one in found for row in one["transfers"]]
-    waiting, failures = await client.run_on_scheduler(_of_scheduler)
     return Report(
         [task for task in tasks if task.uuid is not None],
         live.device_rows((w, one["name"], one["devices"]) for w, one in found),
@@ -192,24 +197,22 @@ async def _report(client: Client) -> Report:
     )
 
 
-async def _answers(client: Client, workers: list[str] | None = None) -> dict[str, Any]:
-    """Return what workers answer, all by default; an error for each that does not."""
-    asking = client.run(_of_worker, workers=workers, on_error="return")
-    try:
-        return await asyncio.wait_for(asking, _PATIENCE_S)
-    except TimeoutError:
-        if workers is not None:
-            return {workers[0]: TimeoutError(f"none within {_PATIENCE_S:g} s")}
-    all_: Any = (await client.scheduler.identity(n_workers=-1))["workers"]
-    each = await asyncio.gather(*(_answers(client, [one]) for one in all_))
-    return {worker: answer for some in each for worker, answer in some.items()}
+async def _of_scheduler(dask_scheduler: Scheduler) -> tuple[int, list[str], dict[str, bool]]:
+    """Return the tasks on no worker, the failures of devices, and which workers answer."""
 
+    async def answers(address: str) -> bool:
+        with suppress(Exception):
+            await asyncio.wait_for(ask(dask_scheduler, address, "echo"), _PATIENCE_S)
+            return True
+        return False
 
-def _of_scheduler(dask_scheduler: Scheduler) -> tuple[int, list[str]]:
+    workers = [*dask_scheduler.workers]
+    heard = await asyncio.gather(*map(answers, workers))
     history = DeviceHistory.of(dask_scheduler)
     incidents = () if history is None else (row for _, row in history.rows().rows)
     failures = [one.text for one in incidents if isinstance(one, Incident) and one.what == ACTION]
-    return len(dask_scheduler.queued) + len(dask_scheduler.unrunnable), failures
+    waiting = len(dask_scheduler.queued) + len(dask_scheduler.unrunnable)
+    return waiting, failures, dict(zip(workers, heard, strict=True))
 
 
 def _tasks(rows: Sequence[Sequence[Any]], worker: str) -> list[ReportedTask]:

@@ -216,13 +216,12 @@ def test_a_worker_that_cannot_answer_does_not_hide_the_others(
     run_some(client)
     mute, other = cluster.workers.values()
     if why.startswith("Timeout"):  # as one that is stopped
-        mute.handlers |= {"run": late, HISTORY: late}
+        mute.handlers |= {"echo": late, HISTORY: late}
         monkeypatch.setattr("dask_devctx.client.report._PATIENCE_S", 0.2)
         monkeypatch.setattr("dask_devctx.scheduler.history._TIMEOUT_S", 0.2)
         assert timeline(client, tmp_path / "timeline.json").silent == [mute.address]
     else:
         mute.plugins["devctx"].extension.record = object()  # as of another version
-        assert timeline(client, tmp_path / "timeline.json").silent == []
     found = report(client)
     assert {device.worker for device in found.devices} == {other.address}
     assert list(found.workers) == [other.address]
