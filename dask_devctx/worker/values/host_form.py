@@ -74,6 +74,10 @@ class HostForm(Parcel):
 
     # -- to other processes, and to disk
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Be the value itself in another process, such as that of a process pool."""
+        return arrived, (self.about, [*map(bytes, self.frames)])
+
     @property
     def about(self) -> About:
         """What :meth:`of_frames` needs beside the frames."""

@@ -17,7 +17,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.errors import DevctxError
 from dask_devctx.transfer import Stamp
 from dask_devctx.transfer.location import Memory
-from dask_devctx.worker.values.host_form import HostForm, arrived
+from dask_devctx.worker.values.host_form import HostForm
 
 # The `value` of one in host memory.
 AWAY: Final = object()
@@ -102,9 +102,7 @@ class Value:
         return form
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Be the value itself in another process, such as that of a process pool."""
-        form = self.host_form()
-        return arrived, (form.about, [*map(bytes, form.frames)])
+        return self.host_form().__reduce_ex__(protocol)
 
 
 async def readable(values: Iterable[Value]) -> None:
