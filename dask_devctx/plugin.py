@@ -182,13 +182,14 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         """Restore the worker as it was before :meth:`setup`; running tasks run to their end."""
         # Nothing is awaited here: dask calls no hook of a plugin that it is about to replace. A
         # task that began in between would run on no device, or on a device of another plugin.
-        if self.extension is not None:
-            self.extension.close()
-            self.extension = None
+        try:
+            if self.extension is not None:
+                self.extension.close()
+        finally:  # a worker that keeps the locks of its devices could never have them again
             if self._lease is not None:
-                self._lease.withdraw()
-        if self._lease is not None:
-            self._lease.release()
-            self._lease = None
+                if self.extension is not None:
+                    self._lease.withdraw()
+                self._lease.release()
+            self.extension = self._lease = None
         if worker.status is Status.closing:
             await no_more_heartbeats(worker)

@@ -108,7 +108,7 @@ ON_A_WORKER, ON_A_SCHEDULER = (
         "handlers[run_coroutine] memory_manager.data memory_manager.memory_limit metrics nanny "
         "periodic_callbacks[heartbeat] state.actors state.data state.executing state.ready "
         "state.transfer_message_bytes_limit stream_handlers[close] stream_handlers[free-keys] "
-        "stream_handlers[remove-worker]",
+        "stream_handlers[remove-worker] transfer_outgoing_count",
         "handlers handlers[processing] handlers[unregister] host_info "
         "rpc running stream_comms stream_handlers[task-erred] worker_plugins",
     )

@@ -18,6 +18,7 @@ from tests.distributed.devices import here, on_cluster, submit_on, with_plugin
 from tests.transfer.hostile import CONTAINERS, EndsSomething, Thing
 from tests.transfer.order import Order
 from tests.transfer.shapes import shape_of
+from tests.transfer.test_walk import nested
 
 # One worker with all four devices, and one for each.
 SHAPES: dict[str, Callable[[Any], Any]] = {
@@ -147,12 +148,6 @@ async def test_one_that_cannot_be_moved_fails_the_task_that_needs_it_elsewhere(
     assert where(worker.data[made.key]) == {0}
 
 
-def deep(depth: int, inner: Any) -> Any:
-    for _ in range(depth):
-        inner = [inner]
-    return inner
-
-
 def depth_of(value: Any) -> int:
     depth = 0
     while type(value) is list:
@@ -163,7 +158,7 @@ def depth_of(value: Any) -> int:
 @pytest.mark.parametrize("depth", [600, 10_000])
 @with_plugin()
 async def test_a_value_of_many_objects(client: Any, worker: Any, depth: int) -> None:
-    made = client.submit(deep, depth, "host", pure=False)
+    made = client.submit(nested, depth, "host", pure=False)
     for device in (0, 1):
         assert await submit_on(client, device, depth_of, made, pure=False) == depth
     [wide] = await client.scatter([[[i] for i in range(depth)]])

@@ -19,8 +19,7 @@ from tests.transfer.shapes import array, identities, shape_of
 # A value's nodes: what each is, and which of the earlier ones it holds.
 _LEAVES = st.sampled_from(["array", "int", "text", "unlooked"])
 _INNER = st.tuples(
-    st.sampled_from(sorted(CONTAINERS)),
-    st.lists(st.integers(0, 30), min_size=1, max_size=4),
+    st.sampled_from(sorted(CONTAINERS)), st.lists(st.integers(0, 30), min_size=1, max_size=4)
 )
 _PLANS = st.lists(st.one_of(_LEAVES, _INNER, _INNER), min_size=1, max_size=14)
 

@@ -177,9 +177,9 @@ def _why_not_staged(local: PeerTransfers, error: Exception, who: str, device: De
         return str(error)
     if local.has_failed(device):
         raise CommClosedError(f"the device failed: {error}") from error
-    staging = local.stagings[device]
-    refused = staging.refused
-    if not refused:
+    staging = local.stagings.get(device)
+    refused = staging.refused if staging else ""
+    if staging is None or not refused:
         logger.warning("values go to %s through the host this time", who, exc_info=True)
     elif is_out_of_memory(error):  # it passes
         staging.refused = ""

@@ -29,7 +29,7 @@ numbers = itertools.count(1)
 
 
 def limit_nbytes(device: Device, limit: float | str | None) -> int | None:
-    """Return the bytes of ``device_memory_limit`` on a device; None for no limit."""
+    """Return the bytes of a limit on a device: a fraction, bytes or "auto"; None for no limit."""
     if limit is None:
         return None
     total = device.info.total_memory or device.memory_info.total

@@ -84,7 +84,7 @@ class Spill:
         known = [nbytes for nbytes in limits.values() if nbytes is not None]
         self.open = bool(known)  # whether values are spilled
         self.stagings: Mapping[Device, Staging] = {}  # beside the values
-        self._worker = worker
+        self.worker = worker
         self.moved = moved
         self._on_copy = on_copy
         self._on_failure = on_failure
@@ -248,7 +248,11 @@ class Spill:
                     sleep(_STUCK_S)
                 if account.used > account.limit * _PREPARE and self.open:
                     self.pool.grow_ahead()
-            except Exception:
+            except Exception as error:
+                if isinstance(error, DriverError) and error.code in statuses.STICKY:
+                    account.failed = True
+                    self._on_failure(account.device, error)
+                    return
                 logger.warning("no values left %s", account.device, exc_info=True)
                 sleep(_WARN_EVERY_S)
 
@@ -297,7 +301,7 @@ class Spill:
 
     def _next_use(self, key: Hashable) -> Any:
         """Return the priority of the next task that needs a key's value, or None."""
-        ts = self._worker.state.tasks.get(key)
+        ts = self.worker.state.tasks.get(key)
         if ts is None or not ts.dependents:
             return None
         of_those = list(ts.dependents)  # at once: the event loop changes it
@@ -325,7 +329,7 @@ class Spill:
             logger.warning(  # once: dask shows no lines of a lower level
                 "worker %s: %s holds more than its limit of %s: values go to host memory, and come "
                 "back before their tasks (device_memory_limit). report(client).devices counts them",
-                *(self._worker.name, device, format_bytes(account.limit)),
+                *(self.worker.name, device, format_bytes(account.limit)),
             )
         self.moved(value)
         return freed

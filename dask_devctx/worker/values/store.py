@@ -91,8 +91,7 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
     def give_back(self, *, serialized: bool) -> MutableMapping[Any, Any]:
         """Return the data without the plugin: this, while values are in host memory or on disk.
 
-        Those are sent as they are, if ``serialized``: their devices may have no room for them, and
-        after some errors of a read dask sends nothing more.
+        Those are sent as they are, if ``serialized``: their devices may have no room for them.
         """
         self.open, self._sends_forms = False, serialized
         self.made.clear()
@@ -100,7 +99,8 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
             whole = value.value  # read once: a thread may just be moving it
             if whole is AWAY:
                 self.moved(value)
-            else:
+                continue
+            with suppress(Exception):  # it stays here if dask cannot write it to disk at once
                 self.raw[value.key] = whole
                 _dict.__setitem__(self, value.key, _IN_RAW)
         on_disk = len(getattr(self.raw, "slow", ()))  # some may be of devices
@@ -125,7 +125,12 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
             return value
         if self._sends_forms and value.is_away and reader in _SENDERS:
             return value.host_form()
-        return self.spill.read(value)
+        try:
+            return self.spill.read(value)
+        except Exception:
+            if reader in _SENDERS:  # dask would count this transfer for ever, and send no more
+                self.spill.worker.transfer_outgoing_count -= 1
+            raise
 
     def __setitem__(self, key: Hashable, whole: Any) -> None:
         note = _IN_RAW

@@ -47,10 +47,7 @@ METHODS = {"rechunk": "tasks", "p2p": "p2p"}
 @pytest.mark.parametrize("tasks_per_device", [1, 2])
 @pytest.mark.parametrize(
     "job",
-    [
-        "sum",
-        *(pytest.param(job, marks=pytest.mark.long) for job in ("transpose", *METHODS, "dot")),
-    ],
+    ["sum", *(pytest.param(job, marks=pytest.mark.long) for job in ("transpose", *METHODS, "dot"))],
 )
 def test_blocks_of_an_eighth_of_a_device(job: str, tasks_per_device: int) -> None:
     """More than four times the limit in all, and no task fails that could have run."""

@@ -66,11 +66,7 @@ def test_lanes_of_several_hosts_have_their_names() -> None:
 
 
 def run(
-    key: str,
-    start: float | None,
-    stop: float | None,
-    outcome: str = "memory",
-    prefix: str = "work",
+    key: str, start: float | None, stop: float | None, outcome: str = "memory", prefix: str = "work"
 ) -> TaskRun:
     return TaskRun(key, prefix, "GPU-a-0", 0, start, stop, outcome)
 

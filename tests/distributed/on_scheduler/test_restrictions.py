@@ -232,10 +232,7 @@ def restrictions(ts: Any) -> tuple[set[str], set[str] | None, bool]:
 
 @pytest.mark.parametrize(
     "asks",
-    [
-        lambda n: (f"GPU-{n:08x}", None),
-        lambda n: (1, {f"tcp://10.0.0.1:{n}"}),
-    ],
+    [lambda n: (f"GPU-{n:08x}", None), lambda n: (1, {f"tcp://10.0.0.1:{n}"})],
     ids=["devices", "restrictions"],
 )
 def test_what_no_task_asks_for_any_more_is_forgotten(asks: Any) -> None:

@@ -40,10 +40,7 @@ def candidate(device: int = 0, **kwargs: Any) -> Candidate:
         ({"move_nbytes": 10**6}, {"busy_s": 0.1}),
         ({"busy_s": 60.0, "free_nbytes": 2**33}, {"free_nbytes": FULL_NBYTES - 1}),
         ({"busy_s": 60.0, "free_nbytes": None}, {"free_nbytes": 0}),
-        (
-            {"busy_s": 60.0, "free_nbytes": 2**33},
-            {"free_nbytes": 2**32, "move_nbytes": 2**32},
-        ),
+        ({"busy_s": 60.0, "free_nbytes": 2**33}, {"free_nbytes": 2**32, "move_nbytes": 2**32}),
         ({"busy_s": 1.0, "free_nbytes": 0}, {"busy_s": 2.0, "free_nbytes": 0}),  # all are full
         # Where the inputs are, although others have less to do; not while one has nothing at all.
         (
@@ -221,6 +218,12 @@ def test_several_devices_are_reserved_for_the_first_in_line() -> None:
     assert line.held == ["elsewhere", "both"]
     line.end("both")
     assert line.held == ["elsewhere", "later"]
+    line.submit("two", 1, 2)
+    line.submit("last", 1)
+    line.end("later")
+    withdrawn = [line.admission.withdraw(line.claims[one]) for one in ("elsewhere", "two", "two")]
+    assert withdrawn == [False, True, False], "only what waits"
+    assert line.held == ["elsewhere", "last"]
 
 
 def test_a_claim_that_is_not_first_everywhere_reserves_nothing() -> None:
