@@ -35,10 +35,7 @@ CASES = {
     "before and after it. Run its function under compute-sanitizer, which names the line of "
     "the kernel",
     errors.DeviceFailedError(
-        "cuda:1",
-        "GPU-b",
-        "CUDA_ERROR_ASSERT",
-        710,
+        *("cuda:1", "GPU-b", "CUDA_ERROR_ASSERT", 710),
         ["x on cuda:0", "y on cuda:1"],
         worker="tcp://a:1",
         not_again="it says rerun=False",

@@ -104,6 +104,10 @@ async def test_a_number_of_devices(client: Any, worker: Any) -> None:
     with dask.annotate(devices=lambda key: 3):
         assert len(await client.submit(mine, key="three")) == 3
     assert len(await client.submit(mine, key="one")) == 1
+    three = {"devices": 1, "share": 1 / 3, "nbytes": 1, "seconds": 0.3, "pure": False}
+    with dask.annotate(device=0, device_share=1 / 3):
+        await client.gather(client.map(uses, range(3), **three))
+    assert used.most_nbytes == 3, "three thirds are a whole"
     await nothing_held(worker)
 
 
