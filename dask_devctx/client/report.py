@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import InitVar, dataclass, field, replace
 from functools import reduce
 from html import escape
@@ -25,8 +24,6 @@ from dask_devctx.scheduler.messages import ACTION
 from dask_devctx.scheduler.rows import DeviceCounts, Incident, TaskRun, Transfer, added, known
 
 _COLUMNS: Final = 100
-# A worker that does not answer within this time is stopped, or a task there keeps the GIL.
-_PATIENCE_S: Final = 5.0
 # A rate of fewer bytes says nothing about a link.
 _LEAST_TIMED: Final = 2**20
 # So many kinds of refused tasks are named.
@@ -170,12 +167,11 @@ def report(client: Client | Cluster) -> Report:
 
 
 async def _report(client: Client) -> Report:
-    waiting, failures, heard = await client.run_on_scheduler(_of_scheduler)
+    waiting, failures, mute = await client.run_on_scheduler(_of_scheduler)
     # A worker that restarts, or has another version of this package, must not hide the others.
-    there = [worker for worker, answers in heard.items() if answers]
-    found = await client.run(_of_worker, workers=there, on_error="return")
-    mute = TimeoutError(f"none within {_PATIENCE_S:g} s")
-    answers = sorted((dict.fromkeys(heard, mute) | found).items())
+    there = [worker for worker, why in mute.items() if why is None]
+    said = mute | await client.run(_of_worker, workers=there, on_error="return")
+    answers = sorted(said.items())
     silent = {w: repr(one) for w, one in answers if isinstance(one, BaseException)}
     workers = {w: one is not None for w, one in answers if w not in silent}
     found = [(w, one) for w, one in answers if workers.get(w)]
@@ -197,22 +193,16 @@ async def _report(client: Client) -> Report:
     )
 
 
-async def _of_scheduler(dask_scheduler: Scheduler) -> tuple[int, list[str], dict[str, bool]]:
-    """Return the tasks on no worker, the failures of devices, and which workers answer."""
-
-    async def answers(address: str) -> bool:
-        with suppress(Exception):
-            await asyncio.wait_for(ask(dask_scheduler, address, "echo"), _PATIENCE_S)
-            return True
-        return False
-
+async def _of_scheduler(dask_scheduler: Scheduler) -> tuple[int, list[str], dict[str, Any]]:
+    """Return the tasks on no worker, the failures, and why each worker does not answer, or None."""
     workers = [*dask_scheduler.workers]
-    heard = await asyncio.gather(*map(answers, workers))
+    asking = (ask(dask_scheduler, one, "echo") for one in workers)
+    mute = await asyncio.gather(*asking, return_exceptions=True)
     history = DeviceHistory.of(dask_scheduler)
     incidents = () if history is None else (row for _, row in history.rows().rows)
     failures = [one.text for one in incidents if isinstance(one, Incident) and one.what == ACTION]
     waiting = len(dask_scheduler.queued) + len(dask_scheduler.unrunnable)
-    return waiting, failures, dict(zip(workers, heard, strict=True))
+    return waiting, failures, dict(zip(workers, mute, strict=True))
 
 
 def _tasks(rows: Sequence[Sequence[Any]], worker: str) -> list[ReportedTask]:

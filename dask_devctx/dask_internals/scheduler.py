@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import sys
 from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence, Set
@@ -23,6 +24,8 @@ from dask_devctx.dask_internals.worker import replaced
 LOOK_AHEAD: Final = 8
 # The message to a worker with late tasks that another one is idle.
 SOME_IDLE: Final = "devctx-some-idle"
+# A worker that does not answer within this time is stopped, or a task there keeps the GIL.
+_ANSWER_S: Final = 5.0
 
 
 async def add_plugin(scheduler: Scheduler, plugin: SchedulerPlugin) -> None:
@@ -46,8 +49,12 @@ def warn_clients(scheduler: Scheduler, text: str) -> None:
 
 
 async def ask(scheduler: Scheduler, address: str, op: str, **content: Any) -> Any:
-    """Send a message to a worker, and return its answer."""
-    return await getattr(scheduler.rpc(address), op)(**content)
+    """Send a message to a worker, and return its answer; raise without one in time."""
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            return await getattr(scheduler.rpc(address), op)(**content)
+    except TimeoutError as error:
+        raise TimeoutError(f"none within {_ANSWER_S:g} s") from error
 
 
 def resolved(scheduler: Scheduler, address: str) -> str:

@@ -1,9 +1,11 @@
-"""The meaning of some driver statuses for a process, and their remedies: data only."""
+"""The meaning of some driver statuses for a process, and their remedies."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, TypeGuard
+
+from dask_devctx.errors import DriverError
 
 # After one of these no GPU can be used in the process any more. CUDA's documentation says: "the
 # process must be terminated and relaunched". The numbers are those of `CUresult`; older bindings
@@ -66,6 +68,11 @@ REMEDIES: Final[Mapping[int, str]] = {
     807: "the MPS server is not ready: try again",
     808: "the MPS server has reached its limit of clients",
 }
+
+
+def is_sticky(error: object) -> TypeGuard[DriverError]:
+    """Return whether an error says that no GPU can be used in the process any more."""
+    return isinstance(error, DriverError) and error.code in STICKY
 
 
 def failed(code: int) -> bool:

@@ -12,7 +12,7 @@ import itertools
 import logging
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=Row)
 
 _INTERVAL_S: Final = 0.5
-_TIMEOUT_S: Final = 5.0
 # The rows of all workers that are kept, and the samples: five minutes of 32 devices.
 _ROWS: Final = 50_000
 _SAMPLES: Final = 20_000
@@ -201,10 +200,9 @@ class DeviceHistory:
         known, more = self._known(address), True
         while more:
             try:
-                asking: Awaitable[Any] = ask(
-                    self._scheduler, address, HISTORY, epoch=known.epoch, since=known.since
-                )
-                more = self._take(address, known, await asyncio.wait_for(asking, _TIMEOUT_S))
+                since = {"epoch": known.epoch, "since": known.since}
+                answer = await ask(self._scheduler, address, HISTORY, **since)
+                more = self._take(address, known, answer)
             except Exception as error:  # it is leaving, or very busy
                 logger.debug("no history from %s: %r", address, error)
                 return False

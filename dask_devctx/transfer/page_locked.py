@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver import statuses
-from dask_devctx.errors import DevctxError, DriverError
+from dask_devctx.errors import DevctxError
 from dask_devctx.transfer.ipc import lanes
 from dask_devctx.transfer.ipc.ranges import Pool, Ranges
 
@@ -131,7 +131,7 @@ class PageLockedPool(Pool):
         try:
             return _Slab(self._device, wanted)
         except (DevctxError, OSError) as error:
-            if isinstance(error, DriverError) and error.code in statuses.STICKY:
+            if statuses.is_sticky(error):
                 raise  # the device failed
             self._refused = True
             logger.warning(

@@ -136,7 +136,7 @@ class Guard(Call):
                 if outcome is None and monitor.failure is not None:
                     outcome = monitor.failure.error_of(key)
                 self.once = ""
-                if isinstance(outcome, DriverError) and outcome.code in statuses.STICKY:
+                if statuses.is_sticky(outcome):
                     outcome = self._blamed(self.devices[0], outcome, outcome)
                 calls.turns.discard(self)
                 if outcome is None:

@@ -115,6 +115,6 @@ class Monitor:
         watched = any(one.key == sole and one.alone_on is None for one in turns)
         beside = dict.fromkeys(one.key for one in (call, *running) if one is not None)
         bystanders = tuple(key for key in beside if key not in keys)
-        status, where = (found.status, found.code), self.worker.address
-        fields = str(device), device.uuid, *status, named, lost, watched, where, ""
+        failed = str(device), device.uuid, found.status, found.code
+        fields = *failed, named, lost, watched, self.worker.address, ""
         return Failure(fields, keys, bystanders, list(erred.items()))

@@ -182,21 +182,21 @@ class DeviceLease:
         if worker.status not in (Status.running, Status.paused):
             error.add_note(NOT_STARTED)  # the error ends the start
             return False
-        in_use = isinstance(error, DevicesInUseError)
-        if not (is_joining(worker) and (leaves or in_use)):
+        others_have = isinstance(error, DevicesInUseError)
+        if not (is_joining(worker) and (leaves or others_have)):
             others = "so do all others but those with device=None" if self.before else _ON_FIRST
             error.add_note(_WAY_OUT.format(worker.name, others))
             await self._no_devices({})
             return False
         text = str(error)
-        if not in_use:
+        if not others_have:
             why = f"{type(error).__name__}: {error}"[:_TEXT]
             text = (
                 f"the worker {worker.name} cannot use its devices, and leaves the cluster: {why}. "
                 "The worker's log has the traceback"
             )
         with suppress(Exception):  # a scheduler that cannot be told has nothing to decide
-            await self._tell(REFUSE, text=text, in_use=in_use)
+            await self._tell(REFUSE, text=text, in_use=others_have)
         logger.error("This worker leaves the cluster because it cannot take its devices: %s", error)
         worker.loop.add_callback(worker.close, reason="devctx-setup-failed")
         return True

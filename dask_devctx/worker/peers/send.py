@@ -178,14 +178,15 @@ def _why_not_staged(local: PeerTransfers, error: Exception, who: str, device: De
     if local.has_failed(device):
         raise CommClosedError(f"the device failed: {error}") from error
     staging = local.stagings.get(device)
-    refused = staging.refused if staging else ""
-    if staging is None or not refused:
+    if staging is None or not staging.refused:
         logger.warning("values go to %s through the host this time", who, exc_info=True)
-    elif is_out_of_memory(error):  # it passes
+        return f"their copies failed: {error!r}"
+    refused = staging.refused
+    if is_out_of_memory(error):  # it passes
         staging.refused = ""
     else:
         logger.warning("values go to other workers through the host: %s", refused)
-    return refused or f"their copies failed: {error!r}"
+    return refused
 
 
 async def _staged(

@@ -249,7 +249,7 @@ class Spill:
                 if account.used > account.limit * _PREPARE and self.open:
                     self.pool.grow_ahead()
             except Exception as error:
-                if isinstance(error, DriverError) and error.code in statuses.STICKY:
+                if statuses.is_sticky(error):
                     account.failed = True
                     self._on_failure(account.device, error)
                     return
@@ -340,7 +340,7 @@ class Spill:
         try:
             yield
         except Exception as error:
-            if isinstance(error, DriverError) and error.code in statuses.STICKY:
+            if statuses.is_sticky(error):
                 raise
             clear_frames(error)  # they hold the values
             if isinstance(error, (DriverError, MemoryError, OSError)) or is_out_of_memory(error):

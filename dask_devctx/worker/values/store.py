@@ -73,7 +73,6 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
         self.copies = spill.copies
         self.moves_inputs = moves_inputs
         self.open = True  # whether tasks resolve what they get
-        self._sends_forms = False
         # The values that tasks have made and dask is about to store, by key.
         self.made: dict[Hashable, Value] = {}
         # A mapping of the user's may have its values anywhere: it gets no `Value`, and is not read.
@@ -88,12 +87,9 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
             elif walk.find(whole.__class__) is not None:
                 self[key] = whole
 
-    def give_back(self, *, serialized: bool) -> MutableMapping[Any, Any]:
-        """Return the data without the plugin: this, while values are in host memory or on disk.
-
-        Those are sent as they are, if ``serialized``: their devices may have no room for them.
-        """
-        self.open, self._sends_forms = False, serialized
+    def give_back(self) -> MutableMapping[Any, Any]:
+        """Return the data without the plugin: this, while values are in host memory or on disk."""
+        self.open = False
         self.made.clear()
         for value in [one for one in _dict.values(self) if one.__class__ is Value]:
             whole = value.value  # read once: a thread may just be moving it
@@ -123,13 +119,14 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
         reader = sys._getframe(1).f_code
         if self.open and reader is _EXECUTE:
             return value
-        if self._sends_forms and value.is_away and reader in _SENDERS:
-            return value.host_form()
+        sends, worker = reader in _SENDERS, self.spill.worker
+        if sends and not self.open and value.is_away and not worker.address.startswith("inproc"):
+            return value.host_form()  # its device may have no room
         try:
             return self.spill.read(value)
         except Exception:
-            if reader in _SENDERS:  # dask would count this transfer for ever, and send no more
-                self.spill.worker.transfer_outgoing_count -= 1
+            if sends:  # dask counts a transfer that fails here as one that never ends
+                worker.transfer_outgoing_count -= 1
             raise
 
     def __setitem__(self, key: Hashable, whole: Any) -> None:
@@ -277,9 +274,7 @@ def storing(
 
     def unwrap() -> MutableMapping[Any, Any]:
         spill.stop()
-        if worker.status is Status.closing:
-            return store
-        return store.give_back(serialized=not worker.address.startswith("inproc"))
+        return store if worker.status is Status.closing else store.give_back()
 
     def release() -> None:
         """Release what finished work has read; after the end, while tasks run or it is read."""

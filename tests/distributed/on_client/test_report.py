@@ -217,8 +217,7 @@ def test_a_worker_that_cannot_answer_does_not_hide_the_others(
     mute, other = cluster.workers.values()
     if why.startswith("Timeout"):  # as one that is stopped
         mute.handlers |= {"echo": late, HISTORY: late}
-        monkeypatch.setattr("dask_devctx.client.report._PATIENCE_S", 0.2)
-        monkeypatch.setattr("dask_devctx.scheduler.history._TIMEOUT_S", 0.2)
+        monkeypatch.setattr("dask_devctx.dask_internals.scheduler._ANSWER_S", 0.2)
         assert timeline(client, tmp_path / "timeline.json").silent == [mute.address]
     else:
         mute.plugins["devctx"].extension.record = object()  # as of another version
