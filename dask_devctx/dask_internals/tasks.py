@@ -296,19 +296,12 @@ class _Call(NamedTuple):
         del self, claim, result, error  # the error's frames know this one
 
 
-# The executor and the claim of the next task of this context. A reader takes the entry out of
-# the list, since the task itself runs in a copy of this context.
-_next_task: ContextVar[list[tuple[DeviceThreadPoolExecutor, Any]] | None] = ContextVar(
+# The executor to which the next task of this context goes, and its claim: for executors for which
+# :func:`sending_tasks_on` is open. A reader takes the entry out of the list, since the task itself
+# runs in a copy of this context.
+NEXT_TASK: ContextVar[list[tuple[DeviceThreadPoolExecutor, Any]] | None] = ContextVar(
     "next_task", default=None
 )
-
-
-def send_next_task_to(executor: DeviceThreadPoolExecutor, claim: Any) -> None:
-    """Send the next task that this context submits to another executor.
-
-    This works for executors for which :func:`sending_tasks_on` is open.
-    """
-    _next_task.set([(executor, claim)])
 
 
 def sending_tasks_on(executor: Executor) -> AbstractContextManager[None]:
@@ -319,7 +312,7 @@ def sending_tasks_on(executor: Executor) -> AbstractContextManager[None]:
 def _submit(
     here: Callable[..., Future[Any]], fn: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Future[Any] | asyncio.Future[Any]:
-    found = _next_task.get()
+    found = NEXT_TASK.get()
     if not found:
         return here(fn, *args, **kwargs)
     executor, claim = found.pop()

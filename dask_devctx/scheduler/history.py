@@ -24,7 +24,7 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_devctx.dask_internals.scheduler import ask
 from dask_devctx.scheduler.messages import ACTION, ANSWER_LIMIT, HISTORY, ROUTING, Failure
-from dask_devctx.scheduler.rows import KINDS, Happened, Incident, Row, Sample
+from dask_devctx.scheduler.rows import KINDS, LONGEST_TEXT, Happened, Incident, Row, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +36,6 @@ _ROWS: Final = 50_000
 _SAMPLES: Final = 20_000
 # How many workers that left are remembered, with their rows.
 _GONE: Final = 100
-# The longest text of an incident.
-_TEXT: Final = 2_000
 
 
 @cache
@@ -171,7 +169,7 @@ class DeviceHistory:
     def failed(self, worker: str, failure: Failure) -> None:
         """Keep the failure of a worker's devices: the worker ends before it is asked."""
         self._known(worker)
-        text = str(failure.error)[:_TEXT]
+        text = str(failure.error)[:LONGEST_TEXT]
         self._keep(worker, Incident(ACTION, time(), failure.error.uuid, text=text))
         if self._failures is not None:
             self._failures.labels(failure.error.uuid).inc()

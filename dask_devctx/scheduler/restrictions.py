@@ -66,7 +66,8 @@ class Restrictions:
             if old.tasks[key] is ts:
                 return  # its restrictions are those of its group, not its user's
             self.forget(key)
-        wanted = _wanted(asked)
+        always_same = all(one.__class__ in (int, str) for one in asked.names)
+        wanted = _wanted(asked) if always_same else _wanted.__wrapped__(asked)
         unknown = any(name.kind == "unknown" for name in wanted.names)
         workers, hosts, loose = restrictions(ts)
         terms = wanted, not unknown, frozenset(workers or ()), frozenset(hosts or ()), loose
@@ -129,17 +130,9 @@ class Restrictions:
         return workers, hosts or None, loose
 
 
+@lru_cache(maxsize=4096)
 def _wanted(asked: Request) -> Wanted:
-    if all(one.__class__ in (int, str) for one in asked.names):  # it always means the same
-        return _known(asked)
-    return _read(asked)
-
-
-def _read(asked: Request) -> Wanted:
     return Wanted(tuple(map(name_of, asked.names)), asked.number, asked.nbytes or 0)
-
-
-_known = lru_cache(maxsize=4096)(_read)
 
 
 def name_of(wanted: object) -> Name:

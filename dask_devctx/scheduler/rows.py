@@ -297,6 +297,7 @@ TRAFFIC: Final = "devctx-traffic"
 DEVICE: Final = "device"
 # The end of a copy that is the worker's host memory.
 HOST: Final = "host"
+LONGEST_TEXT: Final = 2_000  # of an incident, or of an error
 # The kinds of memory that a row counts as ``memory_…``: those of the whole device, those that each
 # worker counts for itself on the device, and with these the values that left it.
 OF_A_DEVICE: Final = ("free", "total", "limit", "others")

@@ -7,8 +7,8 @@ whatever library the arrays are of; the driver does where they come from host me
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -70,19 +70,17 @@ class Pieces:
     @classmethod
     def joined(cls, some: Sequence[Pieces]) -> Pieces:
         """Return the pieces of several blocks, one block's after another's."""
-        names = ("shape", "source", "source_strides", "target", "target_strides")
-        found: dict[str, Any] = {
-            name: np.concatenate([getattr(one, name) for one in some]) for name in names
-        }
-        return replace(some[0], **found)
+        return some[0]._with(lambda name: np.concatenate([getattr(one, name) for one in some]))
+
+    def _with(self, array: Callable[[str], Any]) -> Pieces:
+        names = (one.name for one in fields(self) if one.name != "itemsize")
+        return replace(self, **{name: array(name) for name in names})
 
     def __len__(self) -> int:
         return len(self.shape)
 
     def __getitem__(self, which: Any) -> Pieces:
-        source, target = self.source[which], self.target[which]
-        strides = self.source_strides[which], self.target_strides[which]
-        return Pieces(self.shape[which], source, strides[0], target, strides[1], self.itemsize)
+        return self._with(lambda name: getattr(self, name)[which])
 
     @functools.cached_property
     def sizes(self) -> Any:

@@ -24,7 +24,7 @@ from dask_devctx.config.options import Options
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.on_device import OF_THIS_TASK
 from dask_devctx.dask_internals import tasks
-from dask_devctx.dask_internals.tasks import DeviceThreadPoolExecutor, send_next_task_to
+from dask_devctx.dask_internals.tasks import NEXT_TASK, DeviceThreadPoolExecutor
 from dask_devctx.errors import DevctxError, DeviceFailedError
 from dask_devctx.scheduler.rows import DEVICE
 from dask_devctx.worker.comms import in_place_of_the_first
@@ -105,7 +105,7 @@ class Runs:
         run.isolated, run.not_again = isolated, not_again
         if not (theirs or run.is_coro):
             run.anywhere = wanted is ANY_DEVICE and not isolated and ts.key not in self._actors
-            send_next_task_to(self._pools[run.devices[0]], run)
+            NEXT_TASK.set([(self._pools[run.devices[0]], run)])
         return run
 
     def _on_devices(self, ts: Any, wanted: Request) -> DeviceRun:

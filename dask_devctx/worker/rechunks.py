@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from distributed import Worker
@@ -50,20 +51,14 @@ class Arrived(NamedTuple):
     offset: int = 0
 
 
+@dataclass(eq=False)
 class Rechunks:
     """Keeps the blocks on a worker's devices for its P2P rechunks; threads of tasks call it."""
 
-    def __init__(
-        self,
-        worker: Worker,
-        devices: Sequence[Device],
-        store: Store | None,
-        traffic: TrafficCounts,
-    ) -> None:
-        self._worker = worker
-        self._devices = devices
-        self._store = store
-        self._traffic = traffic
+    _worker: Worker
+    _devices: Sequence[Device]
+    _store: Store | None
+    _traffic: TrafficCounts
 
     def keep(self, run: DeviceRechunk, index: Index, block: Any) -> Held | None:
         """Keep a block in the run, and tell about it; None for a block in host memory."""

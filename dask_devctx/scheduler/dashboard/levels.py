@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
@@ -37,7 +38,7 @@ class LevelsPlot(LanesPlot):
     """
 
     def __init__(
-        self, title: str, axes: Axes, levels: Sequence[Level], read: Callable[[Interval], Reading]
+        self, title: str, levels: Sequence[Level], read: Callable[[Interval], Reading], axes: Axes
     ) -> None:
         super().__init__(title, axes)
         self._levels, self._read = levels, read
@@ -93,11 +94,6 @@ _MEMORY: Final = (
 )
 
 
-def memory_plot(axes: Axes) -> LevelsPlot:
-    """Return a plot with a lane for each device, which its memory fills."""
-    return LevelsPlot("Memory of each device", axes, _MEMORY, _memory)
-
-
 def _memory(one: Interval) -> Reading:
     after = one.after
     total, limit = after.memory_total or 0, after.device_memory_limit
@@ -133,11 +129,6 @@ _LOAD: Final = (
 )
 
 
-def utilization_plot(axes: Axes) -> LevelsPlot:
-    """Return a plot with a lane for each device, which its load fills."""
-    return LevelsPlot("Utilization of each device", axes, _LOAD, _load)
-
-
 def _load(one: Interval) -> Reading:
     parts = [1.0, one.occupied, one.after.utilization, one.after.bandwidth]
     lines = {
@@ -146,3 +137,8 @@ def _load(one: Interval) -> Reading:
     }
     *up, bandwidth = (part or 0.0 for part in parts)
     return [*up, -bandwidth], lines
+
+
+# Plots of axes: with a lane for each device, which its memory fills, or its load.
+memory_plot = partial(LevelsPlot, "Memory of each device", _MEMORY, _memory)
+utilization_plot = partial(LevelsPlot, "Utilization of each device", _LOAD, _load)

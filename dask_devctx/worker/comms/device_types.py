@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterable
+from importlib import import_module
 from typing import Any, Final
 
 from distributed.protocol.cuda import cuda_deserialize, cuda_serialize
@@ -20,7 +21,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.transfer import device_of, nbytes_by_device, walk
 from dask_devctx.transfer.ipc.lanes import FEW
 from dask_devctx.transfer.ipc.parcel import Parcel, Part, Reduce, part_of
-from dask_devctx.transfer.libraries import named
+from dask_devctx.transfer.libraries import MODULES, named
 from dask_devctx.transfer.location import memory_of
 from dask_devctx.transfer.traffic import is_dense
 
@@ -32,14 +33,8 @@ def _find(kind: type) -> Reduce | None:
     if (library := _viewed(kind)) is not None:  # distributed's function would import Numba first
         return functools.partial(_dense, library)
     libraries = {base.__module__.partition(".")[0] for base in kind.__mro__}
-    if "torch" in libraries:
-        from dask_devctx.transfer.libraries import torch
-
-        return torch.pickled_by(kind)
-    if libraries & {"jax", "jaxlib"}:
-        from dask_devctx.transfer.libraries import jax
-
-        return jax.pickled_by(kind)
+    if own := libraries & {"torch", "jax", "jaxlib"}:
+        return import_module(MODULES[own.pop()]).pickled_by(kind)  # type: ignore[no-any-return]
     try:
         serialize = cuda_serialize.dispatch(kind)
         cuda_deserialize.dispatch(kind)

@@ -24,6 +24,7 @@ from dask_devctx.cuda.device import Device, named_devices
 from dask_devctx.dask_internals.worker import is_joining
 from dask_devctx.errors import DevicesInUseError, in_use, no_device
 from dask_devctx.scheduler.messages import ANNOUNCE, CLAIM, REFUSE
+from dask_devctx.scheduler.rows import LONGEST_TEXT
 from dask_devctx.worker.leases import registration
 from dask_devctx.worker.leases.locks import held_devices, take
 
@@ -41,8 +42,6 @@ _WAY_OUT = (
     " or with devices that exist: client.register_plugin(DevicePlugin(devices=[...]))"
 )
 _ON_FIRST = "all others run without one, where libraries use the first GPU"
-# The longest text of an error that goes to the scheduler.
-_TEXT = 2_000
 # A worker waits so long for devices that others of its cluster are about to release: those of a
 # process that just ended, or whose plugin is just replaced.
 _PATIENCE_S: Final = 1.0
@@ -190,7 +189,7 @@ class DeviceLease:
             return False
         text = str(error)
         if not others_have:
-            why = f"{type(error).__name__}: {error}"[:_TEXT]
+            why = f"{type(error).__name__}: {error}"[:LONGEST_TEXT]
             text = (
                 f"the worker {worker.name} cannot use its devices, and leaves the cluster: {why}. "
                 "The worker's log has the traceback"

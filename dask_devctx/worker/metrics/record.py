@@ -13,14 +13,12 @@ from dask_devctx import driver
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
 from dask_devctx.errors import DevctxError
-from dask_devctx.scheduler.rows import DeviceCounts, memory_field
+from dask_devctx.scheduler.rows import LONGEST_TEXT, DeviceCounts, memory_field
 from dask_devctx.worker.metrics.history import History
 from dask_devctx.worker.placement.admission import Admission
 
 # How long NVML's answer about other processes is used: it takes longer than the others.
 _PROCESSES_AGE_S: Final = 5.0
-# The longest text of an exception.
-_TEXT: Final = 2_000
 REFUSED: Final = "refused"  # an incident: a task got no device
 _SHOWN: Final = 4  # the most kinds of running tasks that a row names
 
@@ -73,7 +71,7 @@ class Record:
         else:
             self.without_device += 1
         if failed:
-            self._history.happened("error", uuid, ts.key, text[:_TEXT])
+            self._history.happened("error", uuid, ts.key, text[:LONGEST_TEXT])
         key, prefix, rows = ts.key, ts.prefix, self._history.tasks
         rows.append((key, prefix, uuid, device_id, start, stop, state, *waited))
         for nth, one in enumerate(devices[1:], 1):

@@ -18,11 +18,10 @@ import uuid
 from typing import Final
 
 from dask_devctx.dask_internals.worker import workers_log
+from dask_devctx.scheduler.messages import PROTOCOL
 
 logger = logging.getLogger(__name__)
 
-# Workers with another number send each other values by dask. It changes with any message.
-PROTOCOL: Final = 8
 # In a request, between the address of the worker that asks and what it says, in a field that dask
 # only logs: each request says for itself whether its answer can be read.
 SAYS: Final = "#"
