@@ -21,7 +21,7 @@ from typing import Any, Final, Self
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver.backends import ProcessLock
 from dask_devctx.driver.relaxed import LEGACY_STREAM, PER_THREAD_STREAM, RelaxedCapture
-from dask_devctx.errors import DevctxError
+from dask_devctx.errors import DevctxError, DeviceMemoryError
 from dask_devctx.transfer.location import nbytes_by_device
 
 # A capture that lasts longer than this is not waited for: the driver's error says what is wrong.
@@ -311,5 +311,7 @@ def release_held(at_most: int | None = None) -> int:
 def _finished(stamp: Stamp) -> bool:
     try:
         return stamp.done()
+    except DeviceMemoryError:
+        return False  # the point in the work could not be recorded: the next look tries again
     except DevctxError:
         return True  # the context is broken: nothing reads from it, and its next use raises

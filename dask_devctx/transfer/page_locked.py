@@ -129,7 +129,8 @@ class PageLockedPool(Pool):
         if self._refused or self.nbytes + wanted > self.limit:
             return None
         try:
-            return _Slab(self._device, wanted)
+            made = _Slab(self._device, wanted)
+            return None if self._refused else made  # it was closed meanwhile
         except (DevctxError, OSError) as error:
             if statuses.is_sticky(error):
                 raise  # the device failed

@@ -55,12 +55,12 @@ def device_threads(
 
 def keep_near(cpus: frozenset[int] | None, thread: threading.Thread) -> None:
     """Let a thread run only on those CPUs near its device that this process may use."""
-    if not cpus or not hasattr(os, "sched_setaffinity"):
-        return
+    if not cpus or not thread.native_id or not hasattr(os, "sched_setaffinity"):
+        return  # one that has not begun is another thread's to bind: 0 would be this thread
     usable = os.sched_getaffinity(0)
     if usable & cpus and not usable <= cpus:
         try:
-            os.sched_setaffinity(thread.native_id or 0, usable & cpus)
+            os.sched_setaffinity(thread.native_id, usable & cpus)
         except OSError as error:  # EINVAL: a batch system has taken these CPUs away meanwhile
             logger.info("a device's thread is not bound to the CPUs %s: %s", sorted(cpus), error)
 

@@ -184,6 +184,6 @@ class PeerTransfers:
                 return False
             self.readers.discard(address)  # with what its process had open
             return True
-        except RuntimeError:  # this worker is closing
+        except Exception:  # this worker is closing, or the other one's answer is an error
             return False
         return said is not False  # who does not know the question has closed all

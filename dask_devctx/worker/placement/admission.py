@@ -240,4 +240,5 @@ class Admission:
         first.ready.append(claim.call)
         first.changed.notify()
         if len(first.ready) + len(first.running) > first.threads:
-            first.grow(len(first.ready) + sum(o.held or o.given for o in first.running.values()))
+            runs = (*first.running.values(),)  # at once: a call that ends takes itself out
+            first.grow(len(first.ready) + sum(run.held or run.given for run in runs))

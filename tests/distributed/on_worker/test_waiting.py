@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 import threading
 import time
 from collections import Counter
@@ -110,6 +111,17 @@ def ask_inside(n: int) -> int | None:
 async def test_tasks_that_wait_for_tasks_of_their_own(client: Any, task: Any) -> None:
     found = await client.gather(client.map(task, range(N), pure=False))
     assert sorted(found) == [n // 2 for n in range(N)]
+
+
+@with_plugin(64, devices=[0])
+async def test_tasks_that_seceded_end_while_others_begin(client: Any) -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        naps = client.map(lambda n: secede() or time.sleep(0.003 * (n % 7)), range(900), pure=False)
+        await asyncio.wait_for(client.gather([*naps, *client.map(here, range(900))]), 60)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 ended: set[int] = set()
