@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
-from distributed import Worker
+from distributed import Status, Worker
 from tornado.ioloop import PeriodicCallback
 
 from dask_devctx.dask_internals.scheduler import SOME_IDLE, part_for_idle
@@ -36,8 +36,11 @@ _GIVEN: Final = (
 
 @contextmanager
 def giving_back(worker: Worker, admission: Admission) -> Iterator[None]:
-    """While it is open, late tasks go to idle devices; tasks that wait for tasks hold no slot."""
-    ask_at, told = 0.0, False
+    """While it is open, late tasks go to idle devices; tasks that wait for tasks hold no slot.
+
+    Tasks that are here at the end need each other's slots, too: these are given back to the last.
+    """
+    ask_at, told, ended = 0.0, False, False
     since: dict[Any, float] = {}  # when each task was first seen to wait for tasks
 
     def may_ask(**message: object) -> None:
@@ -66,6 +69,9 @@ def giving_back(worker: Worker, admission: Admission) -> Iterator[None]:
     async def look() -> None:
         nonlocal ask_at
         give_slots_of_waiting(now := perf_counter())
+        if ended:
+            stop_if_unused()
+            return
         every = admission.late(now - _LATE_S)
         # Where the barrier of a P2P rechunk is scheduled again, dask ends the rechunk.
         late = {one.key: one for one in every if not is_barrier(one.key)}
@@ -82,10 +88,16 @@ def giving_back(worker: Worker, admission: Admission) -> Iterator[None]:
                 claim.call.future.cancel()  # the task is scheduled again
                 claim.call = None  # it has the task's inputs
 
+    def stop_if_unused() -> None:
+        used = any(state.running or state.waiting for state in admission.states.values())
+        if not used or worker.status in (Status.closing, Status.closed):
+            looking.stop()
+
     looking = PeriodicCallback(look, _LATE_S * 1000)
     looking.start()
     try:
         with replaced(worker.stream_handlers, SOME_IDLE, may_ask):
             yield
     finally:
-        looking.stop()
+        ended = True
+        stop_if_unused()

@@ -15,7 +15,7 @@ import pytest
 from distributed import Event, get_client, rejoin, secede, worker_client
 from distributed.utils_test import async_poll_for, poll_for
 
-from dask_devctx import SimulatedArray
+from dask_devctx import DevicePlugin, SimulatedArray
 from dask_devctx.worker.leases import registration
 from dask_devctx.worker.placement import balance
 from tests.distributed.devices import blocks, here, on_cluster, started, submit_on, with_plugin
@@ -140,7 +140,7 @@ def ask(n: int, device: str) -> tuple[float, float]:
 @pytest.mark.parametrize("memory", [None, "9 GiB"])
 @with_plugin(64, devices=[0])
 async def test_what_a_slot_that_is_given_up_leaves(
-    client: Any, memory: str | None, monkeypatch: pytest.MonkeyPatch
+    client: Any, worker: Any, memory: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(balance, "_KEEPS_S", 0.1)
     ended.update(range(3))
@@ -152,6 +152,13 @@ async def test_what_a_slot_that_is_given_up_leaves(
     await asyncio.wait_for(client.gather(client.map(ask, range(3), device="auto")), 20)
     threads = [one.name for one in threading.enumerate() if "devctx-cuda:0" in one.name]
     assert len(threads) <= 4, "each waits on a thread, and one runs"
+    monkeypatch.setattr(balance, "_KEEPS_S", 0.5)
+    again = client.register_plugin(DevicePlugin(devices=[0]))
+    for change in again, client.unregister_worker_plugin("devctx"):
+        futures = client.map(ask, range(3), device="auto", pure=False)
+        await async_poll_for(lambda: any("sleep" in key for key in worker.state.tasks), timeout=10)
+        await change
+        await asyncio.wait_for(client.gather(futures), 20)
 
 
 # -- tasks that a worker has ahead, behind one that takes long
