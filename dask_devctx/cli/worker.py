@@ -78,7 +78,7 @@ def _run(**given: Any) -> None:
             options = Options(**read)
             require_packages(options)
             layout = lay_out(options, n_workers, processes=given["nanny"])
-    settings |= {f"devctx.{key_of(name)}": value for name, value in layout.options.items()}
+    settings |= layout.settings
     given["nthreads"] = given["nthreads"] or layout.nthreads
     if given["memory_limit"] == "auto":
         given["memory_limit"] = layout.memory_limit

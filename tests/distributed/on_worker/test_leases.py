@@ -118,6 +118,17 @@ def test_one_that_wants_more_takes_the_place_of_several_that_left() -> None:
         assert sorted(sum(kept, new)) == [0, 1, 2, 3]
 
 
+def test_a_lost_gpu_leaves_the_workers_the_rest_of_their_parts(machine: SimulatedMachine) -> None:
+    uuids = [device.uuid for device in devices()]
+    with LocalCluster(n_workers=2, processes=False, **QUIET) as cluster, Client(cluster) as client:
+        machine.gpus[2].lost = True
+        driver.backend().inventories.clear()
+        client.register_plugin(DevicePlugin(devices=uuids, devices_per_worker=2))
+        assert sorted(map(len, who_has(client))) == [1, 2]
+        with pytest.raises(DevicesInUseError, match=r"^NVML index 2 .*; this worker wants 4"):
+            client.register_plugin(DevicePlugin(devices_per_worker=4))
+
+
 @on_cluster(1)
 async def test_a_plugin_that_takes_anothers_place_is_set_up_once(
     client: Any, worker: Worker, caplog: pytest.LogCaptureFixture
