@@ -67,11 +67,8 @@ def check_wheel(path: Path, *, extension: bool) -> None:
 
 def check_tests(unpacked: Path) -> None:
     """All tests can be collected in the unpacked sdist, and some of them run."""
-    where = "import dask_devctx, sys; sys.exit(dask_devctx.__file__)"
-    done = subprocess.run(
-        [sys.executable, "-c", where], cwd=unpacked, env=_environ(), capture_output=True, text=True
-    )
-    assert Path(done.stderr.strip()) == unpacked / "dask_devctx" / "__init__.py", done.stderr
+    there = str(unpacked / "dask_devctx" / "__init__.py")
+    run("-c", f"import dask_devctx as it; assert it.__file__ == {there!r}, it", cwd=unpacked)
     run("-m", "pytest", "-q", "--collect-only", "tests", cwd=unpacked)
     run("-m", "pytest", "-q", *SOME_TESTS, cwd=unpacked)
 

@@ -47,7 +47,7 @@ from dask_devctx import (
 )
 from dask_devctx.cuda.scope import open_scopes
 
-DEVICES = 4
+DEVICES, UNDER_WAY, PATIENCE_S = 4, 4, 240.0  # batches at a time, and for each result
 SETTINGS = {
     # Innocent tasks lose their workers again and again here.
     "distributed.scheduler.allowed-failures": 1000,
@@ -430,13 +430,13 @@ def run(arguments: argparse.Namespace) -> bool:
                 batch = Batch(arguments, number)
                 batch.submit(client)
                 pending.append(batch)
-                if len(pending) < arguments.under_way:
+                if len(pending) < UNDER_WAY:
                     continue
             if not pending:
                 break
             batch = pending.popleft()
             outcomes["array", "right"] += batch.arrays
-            for kind, outcome, words in batch.check(arguments.patience):
+            for kind, outcome, words in batch.check(PATIENCE_S):
                 outcomes[kind, outcome] += 1
                 if words:
                     print(f"{outcome}: {kind} {words}", flush=True)
@@ -487,13 +487,11 @@ def main(given: list[str]) -> int:
     parser.add_argument("--minutes", type=float, default=1e6, help="end after this time")
     parser.add_argument("--seed", type=int, default=random.randrange(2**16))
     parser.add_argument("--batch", type=int, default=1000, metavar="TASKS")
-    parser.add_argument("--under-way", type=int, default=4, metavar="BATCHES", help="at a time")
     parser.add_argument("--devices", type=int, default=DEVICES, help="how many there are")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--gpus", action="store_true", help="real ones, with CuPy")
     parser.add_argument("--faults", type=float, default=1.0, help="times the usual number")
     parser.add_argument("--guilty", type=float, default=0.1, help="such tasks in a batch")
-    parser.add_argument("--patience", type=float, default=240.0, metavar="SECONDS")
     arguments = parser.parse_args(given)
     # It warns of each result that is lost with a worker, and the scheduler makes them all again.
     logging.getLogger("distributed.client").setLevel(logging.CRITICAL)

@@ -32,8 +32,8 @@ CIRCLE = 2
 # On the scheduler, on the worker's event loop, and on the device's thread. A worker notes the end
 # of a task in a class of the scheduler's room, where this call counts.
 CALLS = {
-    "empty": {"scheduler": 8.9, "loop": 19.4, "thread": 24.0},
-    "input and result": {"scheduler": 6.0, "loop": 27.4, "thread": 42.0},
+    "empty": {"scheduler": 8.9, "loop": 18.4, "thread": 24.0},
+    "input and result": {"scheduler": 6.0, "loop": 26.4, "thread": 42.0},
 }
 
 ROOT = Path(__file__).parents[1]

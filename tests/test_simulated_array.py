@@ -63,8 +63,7 @@ def test_every_way_to_compute_is_checked(use):
 @pytest.mark.parametrize("number", [float, int, complex, bool, hex, lambda x: x.item()])
 def test_a_number_is_a_copy_to_the_host_from_any_device(number):
     """As with CuPy: this is no computation, and a client reads a result in this way."""
-    with Device(1):
-        x = SimulatedArray.asarray(np.array(3))
+    x = on(1, np.array(3))
     assert number(x) == number(np.array(3))
     with Device(2):
         assert number(x) == number(np.array(3))

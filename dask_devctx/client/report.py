@@ -267,7 +267,8 @@ def _below(report: Report) -> Iterator[str]:
     yield from (f"failed: {n} of {prefix}" for prefix, n in failed)
     if report.failures:
         last = report.failures[-1].partition(". ")[0]
-        yield f"failures of devices: {len(report.failures)}, the last: {last}"
+        said = f"failures of devices: {len(report.failures)}, the last: {last}"
+        yield f"{said}. See report(client).failures"
     if total.out_of_memory:
         yield f"ran out of memory: {counted(total.out_of_memory, 'time')}, retries included"
     refused = Counter((task.prefix, task.reason) for task in report.refused).most_common()

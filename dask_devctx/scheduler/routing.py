@@ -12,7 +12,6 @@ from distributed import Scheduler, SchedulerPlugin
 from distributed.metrics import time
 
 from dask_devctx.annotations import (
-    ANY_DEVICE,
     HOST_ONLY,
     NAMES,
     RERUN,
@@ -254,9 +253,8 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
                 wanted = requested_device(ts.annotations, "leave", ts.run_spec)
             except Exception as error:  # a wrong annotation: a worker fails the task
                 wanted = Request((error.with_traceback(None),))
-            if wanted is ANY_DEVICE or wanted is HOST_ONLY:
-                continue
-            restricted.note(ts, wanted)
+            if wanted is not HOST_ONLY:
+                restricted.note(ts, wanted)
 
     def _leave_as_it_was(self) -> None:
         """Leave the scheduler as it was; a page that somebody looks at changes no more."""

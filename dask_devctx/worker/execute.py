@@ -97,6 +97,8 @@ class Runs:
             # Of the traceback, only the lines of a policy or of an annotation help the user.
             error = error.with_traceback(of_the_user(error))
             self._record.refused(ts, error)
+            if error is not self._failure:  # which says where it is from
+                error.add_note(f"{ts.key!r} was refused by {self._worker.address}")
             return Refused(ts.run_spec, error)
         run.theirs = theirs
         OF_THIS_TASK.set(run.known)  # in the context of this execution, which its thread gets

@@ -173,8 +173,7 @@ def test_as_often_as_the_plugin_says(
     assert len(runs) == retries + 1
     timeline(client, tmp_path / "timeline.json")
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
-    incidents = [e["name"] for e in events if e.get("cat") == "incident"]
-    assert incidents == ["out-of-memory"] * retries
+    assert [e["name"] for e in events if e.get("cat") == "incident"] == ["out-of-memory"] * retries
     runs.clear()
     error = client.submit(task, 9).exception(timeout=20)
     assert isinstance(error, DeviceOutOfMemoryError)

@@ -44,5 +44,4 @@ def rechunk(n_workers: int, chunk: int) -> dict[str, Any]:
 @pytest.mark.parametrize("n_workers", [1, 2])
 def test_right_and_on_the_device_of_the_task(n_workers: int, chunk: int) -> None:
     pytest.importorskip("cupy")
-    found = answer_of(rechunk, n_workers, chunk)["found"]
-    assert found == ["('cupy', True, True)"]
+    assert answer_of(rechunk, n_workers, chunk)["found"] == ["('cupy', True, True)"]

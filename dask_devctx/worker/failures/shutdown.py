@@ -88,7 +88,7 @@ async def _end(worker: Worker, failure: Failure) -> None:
     await asyncio.sleep(_REFUSING_S)
     # 5. The process exits. A nanny starts another.
     if nanny:
-        logger.error("the worker process exits; its nanny starts another")
+        logger.error("the process of %s exits; its nanny starts another", worker.address)
         logging.shutdown()
         os._exit(_EXIT_STATUS)
     logger.error(

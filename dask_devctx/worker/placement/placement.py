@@ -202,7 +202,8 @@ class Placement:
             f"The machine has {group[0].info}, which this worker does not use, and no other worker "
             "does among those that the task may run on (workers=, resources=). One that has just "
             "left is waited for (devctx.missing-device-timeout), one that has yet to join is not: "
-            "call client.wait_for_workers(n), also after cluster.scale(n)",
+            "call client.wait_for_workers(n), also after cluster.scale(n). Or the device failed: "
+            "see report(client).failures",
         )
 
     def _not_enough(self, wanted: int, named: Sequence[Device] = ()) -> DevctxError:

@@ -163,5 +163,4 @@ def test_values_of_one_allocation_leave_one_after_the_other(machine: SimulatedMa
     }
     for one in values.values():
         accounts.count(one, allocations(one.value, one.nbytes))
-    order = [one.key for one in accounts[Device(0)].in_order(lambda key: None)]
-    assert order == ["a", "c", "b"]
+    assert [one.key for one in accounts[Device(0)].in_order(lambda key: None)] == ["a", "c", "b"]

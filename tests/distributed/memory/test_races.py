@@ -182,8 +182,7 @@ def test_a_task_reads_after_the_copy_that_brings_its_input(
         faults = noting_steps()
         assert submit_on(client, device, task, made, pure=False).result() == 16384
         faults.clear()
-        between = steps[steps.index("copy") : steps.index("read")]
-        assert ("wait", LEGACY_STREAM) in between
+        assert ("wait", LEGACY_STREAM) in steps[steps.index("copy") : steps.index("read")]
 
 
 class Moody:

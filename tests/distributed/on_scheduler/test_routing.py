@@ -216,7 +216,7 @@ async def test_where_no_worker_has_enough(client: Any, scheduler: Any, a: Any, b
         await client.submit(worker_and_devices)
     assert time.monotonic() - start < 5
     # Each has some of them.
-    asked = r"at once \(cuda:2 .*, cuda:3 .*\), .* has them.* to one worker: ask for fewer, .*=1$"
+    asked = r"at once \(cuda:2 .*, cuda:3 .*\), .* has them.* to one worker: ask for fewer, .*=1\n"
     with dask.annotate(devices=[2, 3]), pytest.raises(DevctxError, match=asked):
         await client.submit(worker_and_devices, key="named")
     with dask.annotate(devices=[2, 7]), pytest.raises(DeviceNotFoundError, match="no device 7"):

@@ -72,15 +72,9 @@ def tied() -> Any:
 
 def is_tied(value: Any) -> Any:
     model = value["model"]
-    is_one = model.weights is model.same is value["optimizer"][0]
-    host = value["host"]
-    return (
-        is_one,
-        float(model.weights.sum().item()),
-        host.tolist(),
-        host.flags.writeable,
-        model.name,
-    )
+    is_one, host = model.weights is model.same is value["optimizer"][0], value["host"]
+    total = float(model.weights.sum().item())
+    return is_one, total, host.tolist(), host.flags.writeable, model.name
 
 
 class Frame:
@@ -379,9 +373,8 @@ def large() -> Any:
 
 
 def is_right(arrays: Any) -> bool:
-    expected = np.arange(1_000_000.0)
-    found = [array.get() for array in arrays]
-    return bool((found[0] == expected).all() and (found[1] == expected[::-1]).all())
+    found, back = (array.get() for array in arrays)
+    return bool((found == np.arange(1_000_000.0)).all() and (found == back[::-1]).all())
 
 
 def test_unused_staging_memory_makes_room_for_a_larger_value() -> None:

@@ -162,8 +162,9 @@ async def test_the_line_of_a_policy_that_raises_is_shown(client: Any) -> None:
     frames = traceback.extract_tb(await failed.traceback())
     assert frames[0].name == "_misspelled"
     assert "one.queud" in str(frames[-1].line)
-    (note,) = error.__notes__
+    note, place = error.__notes__
     assert note == "It comes from the placement policy _misspelled, policy=..."
+    assert place.startswith(f"{failed.key!r} was refused by tcp://")
     assert "AttributeError: 'Candidate' object has no attribute 'queud'" in str(
         await report(client)
     )
