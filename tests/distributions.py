@@ -91,17 +91,14 @@ def run(
     done = subprocess.run(
         [python, *args],
         cwd=cwd,
-        env=_environ() | (env or {}),
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        | (env or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
     if done.returncode:
         sys.exit(f"{' '.join(args)} failed in {cwd}:\n{done.stdout}")
-
-
-def _environ() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 if __name__ == "__main__":

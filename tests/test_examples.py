@@ -41,8 +41,7 @@ def run(*arguments: str, **how: Any) -> subprocess.CompletedProcess[str]:
 def test_the_gallery_has_every_example_with_a_picture() -> None:
     page = (ROOT / "docs" / "gallery.md").read_text()
     for name in SMALL:
-        path = EXAMPLES / f"{name}.py"
-        assert len(path.read_text().splitlines()) < 150
+        assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 150
         assert f"`{name}.py`" in page
     pictures = re.findall(r"\]\((images/[\w.]+)\)", page)
     assert len(pictures) >= len(SMALL)

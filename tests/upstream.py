@@ -94,12 +94,12 @@ def id_of(source: Path, owner: str, name: str) -> str:
     return "::".join(["/".join(parts) + ".py", *inner])
 
 
-def differing(source: Path, module: str, again: int) -> set[str]:
+def differing(source: Path, module: str) -> set[str]:
     """Return the tests of a module that fail with the plugin only, each time."""
     without, count = failures(source, [f"distributed/{module}"], {})
     with_it, _ = failures(source, [f"distributed/{module}"], PLUGIN)
     left = with_it - without
-    for _ in range(again):
+    for _ in range(2):  # twice more
         if left:
             left &= failures(source, sorted(left), PLUGIN)[0]
         if left:
@@ -112,7 +112,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("modules", nargs="*", default=MODULES)
     parser.add_argument("--source", type=Path, help="a checkout of distributed")
-    parser.add_argument("--again", type=int, default=2, help="how often a failure is tried again")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         source = arguments.source
@@ -121,9 +120,7 @@ def main() -> int:
             clone = ["git", "clone", "--depth", "1", "--branch", tag, REPOSITORY, str(source)]
             subprocess.run(clone, check=True)
         found = {
-            test
-            for module in arguments.modules
-            for test in differing(source.absolute(), module, arguments.again)
+            test for module in arguments.modules for test in differing(source.absolute(), module)
         }
     reasons = {test: REASONS.get(test.rpartition("::")[2].partition("[")[0]) for test in found}
     for test, reason in sorted(reasons.items()):

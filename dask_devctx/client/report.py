@@ -266,9 +266,8 @@ def _below(report: Report) -> Iterator[str]:
     failed = Counter(task.prefix for task in report if task.outcome == "error").most_common(_MOST)
     yield from (f"failed: {n} of {prefix}" for prefix, n in failed)
     if report.failures:
-        last = report.failures[-1].partition(". ")[0]
-        said = f"failures of devices: {len(report.failures)}, the last: {last}"
-        yield f"{said}. See report(client).failures"
+        n, last = len(report.failures), report.failures[-1].partition(". ")[0]
+        yield f"failures of devices: {n}, the last: {last}. See report(client).failures"
     if total.out_of_memory:
         yield f"ran out of memory: {counted(total.out_of_memory, 'time')}, retries included"
     refused = Counter((task.prefix, task.reason) for task in report.refused).most_common()

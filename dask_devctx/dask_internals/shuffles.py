@@ -41,19 +41,12 @@ class Held(NamedTuple):
 
 
 class Keeper(Protocol):
-    """Keeps the blocks of a worker for its runs."""
+    """Keeps the blocks of a worker for its runs, as ``worker.rechunks.Rechunks`` says."""
 
-    def keep(self, run: DeviceRechunk, index: Index, block: Any) -> Held | None:
-        """Keep a block in the run, and tell about it; None for a block in host memory."""
-
-    async def lead_outputs(self, run: DeviceRechunk) -> None:
-        """Have each task that makes a block of the output sent to the block's worker at once."""
-
-    def output(self, run: DeviceRechunk, index: Index) -> Any:
-        """Return a block of the output; None if it is made of no blocks on devices."""
-
-    def pieces(self, run: DeviceRechunk, asked: Sequence[Index]) -> Any:
-        """Return this worker's pieces of blocks of the output as one value; on any thread."""
+    def keep(self, run: DeviceRechunk, index: Index, block: Any) -> Held | None: ...
+    async def lead_outputs(self, run: DeviceRechunk) -> None: ...
+    def output(self, run: DeviceRechunk, index: Index) -> Any: ...
+    def pieces(self, run: DeviceRechunk, asked: Sequence[Index]) -> Any: ...
 
 
 class DeviceRechunk(_rechunk.ArrayRechunkRun):  # type: ignore[misc]

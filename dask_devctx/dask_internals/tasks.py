@@ -321,6 +321,8 @@ def _submit(
 
 # -- the number of a pool's threads
 
+_leaving: Final = threading.Lock()
+
 
 def set_most_threads(executor: ThreadPoolExecutor, count: int) -> None:
     """Let a pool have so many threads: waiting calls start further ones, idle ones beyond end."""
@@ -328,4 +330,10 @@ def set_most_threads(executor: ThreadPoolExecutor, count: int) -> None:
     for _ in range(min(executor._work_queue.qsize(), count)):
         executor._adjust_thread_count()  # does nothing where there are enough
     for _ in range(len(executor._threads) - count):
-        executor.submit(secede, adjust=False)
+        executor.submit(_leave, executor)
+
+
+def _leave(executor: ThreadPoolExecutor) -> None:
+    with _leaving:  # it may have been queued for a number of before
+        if len(executor._threads) > executor._max_workers:
+            secede(adjust=False)

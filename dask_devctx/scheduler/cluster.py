@@ -67,14 +67,10 @@ class WorkerDevices:
             return False
         if wanted.names and not wanted.nbytes:
             return True
-        uuids = self.uuids_of(wanted.names) if wanted.names else self.used
+        found = [naming.among(name, self.seen)[:1] for name in wanted.names]
+        uuids = {info.uuid for infos in found for info in infos} or self.used
         fit = sum(self.used[uuid] >= wanted.nbytes for uuid in uuids)
         return fit >= (wanted.number or max(len(uuids), 1))
-
-    def uuids_of(self, names: tuple[Name, ...]) -> frozenset[str]:
-        """Return the UUIDs of the devices that names mean in the worker's process."""
-        found = [naming.among(name, self.seen)[:1] for name in names]
-        return frozenset(info.uuid for infos in found for info in infos)
 
 
 @dataclass

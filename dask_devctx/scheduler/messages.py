@@ -11,8 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from dask_devctx.errors import DeviceFailedError
 
-# Raise it whenever the content of a message, also between workers, or of a row of the history
-# changes.
+# Raise it where the content of a message, also between workers, or of a row of history changes.
 PROTOCOL: Final = 13
 # The scheduler's plugin, by its name there.
 ROUTING: Final = "devctx-routing"

@@ -133,17 +133,17 @@ class Guard(Call):
                         outcome = self._after(raised)
                 except BaseException as error:
                     outcome = error
-                if outcome is None and monitor.failure is not None:
-                    outcome = monitor.failure.error_of(key)
+                if outcome is None and calls.failure is not None:
+                    outcome = calls.failure.error_of(key)
                 self.once = ""
                 if statuses.is_sticky(outcome):
                     outcome = self._blamed(self.devices[0], outcome, outcome)
                 calls.turns.discard(self)
                 if outcome is None:
                     return result, None
-                if monitor.failure is not None:
+                if calls.failure is not None:
                     if not self.is_task and isinstance(outcome, Reschedule):
-                        outcome = monitor.failure.error_for(self.not_again)
+                        outcome = calls.failure.error_for(self.not_again)
                 elif isinstance(outcome, Exception) and is_out_of_memory(outcome):
                     outcome = await self._do(partial(monitor.retries.make_room, self, outcome))
                     if outcome is None:
@@ -179,7 +179,7 @@ class Guard(Call):
 
     def _refuse(self) -> None:
         """Raise if it may not begin: the devices failed, or dask needs it no more."""
-        if self.monitor.failure is not None or (self.ts and self.ts.state == "cancelled"):
+        if self.monitor.calls.failure is not None or (self.ts and self.ts.state == "cancelled"):
             raise Reschedule
 
     def _drain(self) -> None:
@@ -197,7 +197,7 @@ class Guard(Call):
     def _begin(self) -> bool:
         """Count the call, and make its device current; False if another has its turn meanwhile."""
         monitor, device, calls = self.monitor, self.devices[0], self.monitor.calls
-        if monitor.failure is not None:
+        if calls.failure is not None:
             raise Reschedule
         self.aside, entered = not self.is_task, False
         calls.running.add(self)

@@ -159,7 +159,12 @@ async def test_registering_anew(client: Any, worker: Any) -> None:
     lives_on = await actor.where()
     assert lives_on in range(4)
     executors = set(worker.executors)
+    running = submit_on(client, 1, blocks, "early")
+    await Event("early-started", client).wait()
     await client.register_plugin(DevicePlugin(devices=[2]))
+    assert running.key in dict(worker.plugins["devctx"].extension.monitor.calls.suspects())
+    await Event("go-on", client).set()
+    assert await running == 1
     assert {name for name in worker.executors if "devctx" in name} == {"devctx:cuda:2"}
     assert await client.gather(client.map(here, range(8))) == [2] * 8
     assert await actor.where() == lives_on

@@ -321,8 +321,8 @@ def test_a_device_that_fails_in_a_copy_is_noticed(
     (worker,) = client.cluster.workers.values()
     monitor = worker.plugins["devctx"].extension.monitor
     copied = submit_on(client, 1, total, x)
-    while monitor.failure is None:
+    while monitor.calls.failure is None:
         time.sleep(0.01)
-    failure = monitor.failure
+    failure = monitor.calls.failure
     assert {*failure.suspects} <= {copied.key, x.key}
     assert "ILLEGAL_ADDRESS" in str(failure.error)

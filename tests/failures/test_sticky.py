@@ -363,16 +363,13 @@ def test_one_that_is_killed_with_its_worker_does_not_run_again(
     assert isinstance(killed.exception(timeout=30), KilledWorker)
 
 
-def send_messages_each(seconds: float) -> None:
-    get_worker().batched_stream.interval = seconds
-
-
 def test_a_task_that_must_not_run_twice_may_end_just_before_its_worker_leaves(
     apart: Client, tmp_path: Path
 ) -> None:
     """The scheduler hears of its end after it hears of the failure."""
     with dask.annotate(device=1, priority=1):
-        assert apart.submit(send_messages_each, 1.5).result(timeout=30) is None
+        late = apart.submit(lambda: setattr(get_worker().batched_stream, "interval", 1.5))
+        late.result(timeout=30)
         apart.submit(str, 1).result(timeout=30)  # the next message goes much later
         with dask.annotate(rerun=False):
             done = apart.submit(count_slowly, str(tmp_path), "done", 0.1, key="done")

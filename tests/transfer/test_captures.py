@@ -76,8 +76,7 @@ def test_values_are_stamped_and_moved_and_pages_locked_meanwhile(
         for device in (0, 1, "cpu"):
             target = None if device == "cpu" else Device(device)
             moved = Move(target, after, copy=True, guard_source=False).run([x])[0]
-            host = moved if device == "cpu" else moved.get()
-            assert (host == content).all()
+            assert ((moved if device == "cpu" else moved.get()) == content).all()
         pool = PageLockedPool(Device(0), 4 * 2**20)
         assert pool.take(100).is_page_locked
         pool.close()

@@ -14,6 +14,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.driver import statuses
 from dask_devctx.driver.relaxed import RelaxedCapture
 from dask_devctx.errors import DriverError
+from dask_devctx.scheduler.messages import Failure
 from dask_devctx.transfer.events import Event
 
 logger = logging.getLogger(__name__)
@@ -74,8 +75,9 @@ class Calls:
         self.running: set[Call] = set()
         self.turns: set[Call] = set()
         self.works = _Works(self)
-        self._taking = threading.Lock()
+        self.lock = threading.Lock()
         self.closed = False  # whether all waits end
+        self.failure: Failure | None = None  # the first one; the process ends
 
     def running_on(self, device: Device | None) -> list[Call]:
         """Return the running calls, of one device or of all."""
@@ -92,7 +94,7 @@ class Calls:
 
     def may_begin(self, call: Call) -> bool:
         """Return whether a call need not wait for others; one that runs alone holds others back."""
-        with self._taking:
+        with self.lock:
             now = time.monotonic()
             if self.closed:
                 return True

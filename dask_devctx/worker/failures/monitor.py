@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Hashable, Sequence
 from typing import Final
+from weakref import WeakKeyDictionary
 
-from distributed import Reschedule, Worker
+from distributed import Reschedule, Status, Worker
 from tornado.ioloop import PeriodicCallback
 
 from dask_devctx.config.options import Options
@@ -21,6 +21,9 @@ from dask_devctx.worker.failures.shutdown import begin_the_end
 from dask_devctx.worker.metrics.history import History
 
 _LOOK_INTERVAL_MS: Final = 1000
+
+# The calls of a worker, also those of a plugin before: they break the same devices.
+_calls: WeakKeyDictionary[Worker, Calls] = WeakKeyDictionary()
 
 
 class Monitor:
@@ -37,20 +40,18 @@ class Monitor:
     def __init__(
         self, worker: Worker, devices: Sequence[Device], options: Options, history: History
     ) -> None:
-        self.failure: Failure | None = None
         self.retries = Retries(options.oom_retries, history)
         self.synchronize = options.synchronize
-        self.calls = Calls()
+        self.calls = _calls.setdefault(worker, Calls())
         self._devices = tuple(devices)
         self.worker = worker
-        self._lock = threading.Lock()
         self._looking = PeriodicCallback(self._look_at_used, _LOOK_INTERVAL_MS)
         self._looking.start()
 
     def close(self) -> None:
         """Release the monitor's resources; running calls are monitored to their end."""
         self._looking.stop()
-        self.calls.closed = True
+        self.calls.closed = self.worker.status is Status.closing
 
     # -- health
 
@@ -64,10 +65,10 @@ class Monitor:
         """Look at all devices; return whether one has failed, so that the worker ends."""
         for device in (*first, *self._devices):
             self._look(device)
-        return self.failure is not None
+        return self.calls.failure is not None
 
     def _look(self, device: Device) -> None:
-        if not device._handle or self.failure is not None:
+        if not device._handle or self.calls.failure is not None:
             return
         try:
             with device:
@@ -82,13 +83,13 @@ class Monitor:
         self, device: Device, found: DriverError, call: Call | None = None, *, began: bool = True
     ) -> DeviceFailedError | Reschedule:
         """Return the exception for a call that noticed a failure; none did during a transfer."""
-        with self._lock:
-            if self.failure is None:
+        with self.calls.lock:
+            if self.calls.failure is None:
                 failure = self._decided(device, found, call, began)
                 # First, so that tasks are marked before they run again.
                 begin_the_end(self.worker, failure)
-                self.failure = failure
-        return self.failure.error_of(call and call.key) or Reschedule()
+                self.calls.failure = failure
+        return self.calls.failure.error_of(call and call.key) or Reschedule()
 
     def _decided(
         self, device: Device, found: DriverError, call: Call | None, began: bool

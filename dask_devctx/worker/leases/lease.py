@@ -21,7 +21,6 @@ from dask_devctx import driver
 from dask_devctx.config.options import Options
 from dask_devctx.cuda import discovery, naming
 from dask_devctx.cuda.device import Device, named_devices
-from dask_devctx.cuda.naming import Inventory
 from dask_devctx.dask_internals.worker import is_joining
 from dask_devctx.errors import DevicesInUseError, in_use, no_device
 from dask_devctx.scheduler.messages import ANNOUNCE, CLAIM, REFUSE
@@ -53,10 +52,6 @@ _before: WeakKeyDictionary[Worker, tuple[Device, ...]] = WeakKeyDictionary()
 # The newest lease of a worker, which alone tells the scheduler of its devices, and a lock for that.
 _newest: WeakKeyDictionary[Worker, weakref.ref[DeviceLease]] = WeakKeyDictionary()
 _telling: WeakKeyDictionary[Worker, asyncio.Lock] = WeakKeyDictionary()
-
-
-def _inventory() -> Inventory:
-    return discovery.inventory(driver.backend())
 
 
 class DeviceLease:
@@ -104,7 +99,7 @@ class DeviceLease:
         uuids = [device.uuid for device in free]
         claim = {"name": self._worker.name, "plugin": self._plugin, "candidates": uuids}
         answer = await registration.tell(self._worker, CLAIM, **claim, count=count)
-        if count and not answer["uuids"] and not _inventory().is_whole:
+        if count and not answer["uuids"] and not discovery.inventory(driver.backend()).is_whole:
             # A GPU was lost since the devices were divided: the worker has what that leaves.
             answer = await registration.tell(self._worker, CLAIM, **claim, count=None)
         if not answer["uuids"]:
@@ -146,7 +141,7 @@ class DeviceLease:
                 lock.close()
 
     def _found(self) -> tuple[Device, ...]:
-        named, there = self._named, _inventory()
+        named, there = self._named, discovery.inventory(driver.backend())
         if named is not None and not there.is_whole:
             named = [one for one in named if naming.among(naming.read(one), there)] or named
         found = named_devices(named)
@@ -164,14 +159,15 @@ class DeviceLease:
     ) -> DevicesInUseError:
         own = self._of_cluster
         texts = {one: who.replace(own, " of its own cluster") for one, who in held.items()}
-        return in_use("; ".join([*_inventory().problems, "this worker"]), wanted, free, texts)
+        who = "; ".join([*discovery.inventory(driver.backend()).problems, "this worker"])
+        return in_use(who, wanted, free, texts)
 
     # -- what the scheduler is told
 
     async def announce(self, used: Mapping[Device, int]) -> None:
         """Tell the scheduler which devices the worker has, and the bytes that tasks may reserve."""
         # The other devices that the worker sees are announced too: the ordinals need them.
-        seen = [(one.uuid, one.pci_bus_id) for one in _inventory().devices]
+        seen = [(one.uuid, one.pci_bus_id) for one in discovery.inventory(driver.backend()).devices]
         uuids = {one.uuid: nbytes for one, nbytes in used.items()}
         await self._tell(ANNOUNCE, seen=seen, used=uuids)
 

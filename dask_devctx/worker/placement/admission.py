@@ -24,6 +24,7 @@ class Claim:
     """All that one run of a task takes on its devices; the smallest priority gets it first."""
 
     key: Hashable
+    ts: Any = None  # dask's state of its task
     devices: tuple[Device, ...]
     share: int  # of each device, in millionths
     priority: tuple[Any, ...]
@@ -158,6 +159,8 @@ class Admission:
     def late(self, since: float) -> list[Claim]:
         """Return claims that wait since before a moment and could be anywhere, the last first."""
         with self.lock:
+            if self._several:
+                self._look_at_all()  # one that was cancelled since holds up others no more
             every = [one for state in self.states.values() for one in state.waiting]
         claims = [claim for _, _, claim in sorted(every, reverse=True)]
         return [one for one in claims if one.waits and one.anywhere and one.placed_at < since]
@@ -222,7 +225,7 @@ class Admission:
             states = [self.states[device] for device in claim.devices]
             if all(claim.share <= one.free and claim.nbytes <= one.free_nbytes for one in states):
                 self._grant(claim, states)
-            else:
+            elif getattr(claim.ts, "state", "") != "cancelled":
                 waited_for.update(claim.devices)
 
     def _grant(self, claim: Claim, states: Sequence[DeviceState]) -> None:

@@ -395,6 +395,9 @@ class Spill:
 
         Returns the bytes of the copies, and of the values that were spilled.
         """
+        newest = getattr(self.worker.data, "spill", None)
+        if newest is not self and isinstance(newest, Spill):  # another plugin has the values now
+            return newest.clear(device, nbytes)
         freed, account = self.copies.drop(device, nbytes), self.accounts[device]
         if nbytes is None and self.open:
             with account.spilling:

@@ -167,11 +167,8 @@ def test_replicas_and_many_values_of_one_message(pair: Pair) -> None:
     wait(many, timeout=30)
     used = client.submit(count, many, workers=workers[1:], pure=False)
     assert used.result(timeout=30) == sum(n * n for n in range(1, 41))
-    assert client.submit(limit, pure=False).result() > 100_000_000, "dask asks for 50 MB at a time"
-
-
-def limit() -> Any:
-    return get_worker().state.transfer_message_bytes_limit
+    limit = client.submit(lambda: get_worker().state.transfer_message_bytes_limit, pure=False)
+    assert limit.result() > 100_000_000, "dask asks for 50 MB at a time"
 
 
 def test_a_report_has_a_row_for_each_pair_and_transport(pair: Pair) -> None:

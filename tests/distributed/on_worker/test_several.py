@@ -261,6 +261,16 @@ async def test_failures_cancellation_and_secession_give_back(client: Any, worker
     assert await left == (0, 1, 2, 3)
     await running
     await nothing_held(worker)
+    go_on.clear()
+    running = submit_on(client, 0, hold, pure=False)
+    with dask.annotate(devices="all"):
+        waiting = client.submit(mine, key="waits again")
+    behind = submit_on(client, 1, mine, key="behind")
+    await asyncio.sleep(0.1)
+    await waiting.cancel()
+    assert await asyncio.wait_for(behind, 5) == (1,), "its device is idle"
+    go_on.set()
+    await running
 
 
 @with_plugin(64, tasks_per_device=2)
@@ -320,10 +330,6 @@ def homes_of(arrays: Any) -> list[int]:
     return homes(*arrays)
 
 
-def spread() -> list[SimulatedArray]:
-    return [array_on(device.device_id) for device in task_devices()]
-
-
 def totals(arrays: Any) -> list[float]:
     sums = []
     for one in arrays:
@@ -345,7 +351,7 @@ async def test_inputs_stay_on_the_tasks_devices_or_come_to_the_first(client: Any
 @with_plugin()
 async def test_a_value_on_several_devices(client: Any, worker: Any) -> None:
     with dask.annotate(devices=[1, 3]):
-        value = client.submit(spread)
+        value = client.submit(lambda: [array_on(one.device_id) for one in task_devices()])
         assert await client.submit(homes_of, value, key="kept") == [1, 3]
     with dask.annotate(devices=[0, 3]):  # a part lives elsewhere: the value comes as a whole
         assert await client.submit(homes_of, value, key="moved") == [0, 0]
@@ -439,5 +445,4 @@ def test_those_that_are_free_soonest() -> None:
 @pytest.mark.parametrize("have", [[2, 3], [3, 1]])
 def test_those_that_hold_the_inputs(have: list[int]) -> None:
     assert chosen(2, 0, 0, 0, 0, have=have) == sorted(have, reverse=True)  # the most bytes first
-    far = chosen(2, 0, 0, 10, 10, have=have)
-    assert far == ([0, 1] if have == [2, 3] else [1, 0])
+    assert chosen(2, 0, 0, 10, 10, have=have) == ([0, 1] if have == [2, 3] else [1, 0])

@@ -67,7 +67,11 @@ def test_as_many_as_there_are_cpus(
         Running.most = 0
         with dask.annotate(device="none"):
             await client.gather(client.map(computes, range(40), pure=False))
-        assert Running.most == expected
+            assert Running.most == expected
+            waiting = client.map(time.sleep, [0.5] * (THREADS + 4), pure=False)
+        for _ in range(3):  # the last ones keep threads that run them
+            await client.register_plugin(DevicePlugin(**options))
+        await asyncio.wait_for(client.gather(waiting), 20)
         await client.unregister_worker_plugin("devctx")
         await client.gather(client.map(computes, range(THREADS), pure=False))
         assert len(cpu_threads_of(worker)) == THREADS
