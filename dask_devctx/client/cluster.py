@@ -113,8 +113,7 @@ class LocalDeviceCluster(internals.WatchedCluster):
         self._routing = DeviceRouting()
         if kwargs.get("memory_limit", "auto") == "auto":
             kwargs["memory_limit"] = layout.memory_limit
-        worker_class = kwargs.get("worker_class") or (Nanny if processes else Worker)
-        if isinstance(worker_class, type) and issubclass(worker_class, Nanny):
+        if processes and kwargs.get("worker_class") in (None, Nanny):
             kwargs["config"] = (kwargs.get("config") or {}) | layout.settings
         nthreads = threads_per_worker or layout.nthreads
         self._ahead = internals.LOOK_AHEAD * nthreads / layout.nthreads

@@ -100,7 +100,8 @@ def lay_out(options: Options, n_workers: int | None, *, processes: bool) -> Layo
     if divided:
         among = started or default_n_workers(free, options, processes)
         if not options.shared or 1 < among <= len(free):
-            share = own["devices_per_worker"] = max(len(free) // among, 1)
+            share = max(len(free) // among, 1)
+    own["devices_per_worker"] = share
     left_over = len(free) - started * (share or len(free))
     if started and left_over > 0 and (divided or n_workers is None):
         workers, idle = counted(started, "worker"), counted(left_over, "device")

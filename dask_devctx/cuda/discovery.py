@@ -82,7 +82,7 @@ def _discover(backend: Backend, visible: str | None, order: str | None) -> Inven
         gpus, problems = read(backend.nvml)
     except backend.nvml.NVMLError as error:
         gpus, problems = [], [f"NVML does not answer: {error}"]
-    is_whole = not (gpus and problems)
+    lost = tuple(problems) if gpus else ()
     if not gpus and not problems:
         problems.append("NVML shows no GPU")
     rule = visible_devices(
@@ -115,7 +115,7 @@ def _discover(backend: Backend, visible: str | None, order: str | None) -> Inven
     usable = whole + [info for _, mig in gpus for info in mig or ()]
     seen = {info.uuid for info in shown}
     hidden = tuple(info for info in usable if info.uuid not in seen)
-    return Inventory(shown, hidden, visible, tuple(problems), is_whole)
+    return Inventory(shown, hidden, visible, tuple(problems), lost)
 
 
 def _order_is_known(gpus: list[NvmlGPU], visible: str | None, order: str | None) -> bool:

@@ -57,7 +57,7 @@ class Inventory(NamedTuple):
     hidden: tuple[DeviceInfo, ...] = ()  # by CUDA_VISIBLE_DEVICES
     visible_devices: str | None = None  # the value of the variable that applies
     problems: tuple[str, ...] = ()  # in words for a person
-    is_whole: bool = True  # False if NVML knows of a GPU that does not answer, as a lost one
+    lost: tuple[str, ...] = ()  # those about a GPU that NVML knows and cannot reach
 
 
 class Name(NamedTuple):

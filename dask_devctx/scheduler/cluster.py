@@ -129,10 +129,6 @@ class Cluster:
         """Return the workers that have the devices."""
         return {address for address, devices in self.present.items() if devices.have(wanted)}
 
-    def may_come(self, wanted: Wanted) -> bool:
-        """Return whether a worker that has the devices may join, or announce it, before long."""
-        return bool(self.unheard) or any(devices.have(wanted) for devices, _ in self.left.values())
-
     def expire(self, before: float) -> bool:
         """Forget workers that left or joined before a time; return whether there were any."""
         known = len(self.unheard) + len(self.left)

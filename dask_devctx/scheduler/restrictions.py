@@ -113,7 +113,8 @@ class Restrictions:
         wanted, may_wait, workers, hosts, loose = terms
         targets: Set[str] = cluster.having(wanted)
         if not targets:
-            if may_wait and cluster.may_come(wanted):
+            coming = cluster.unheard or any(had.have(wanted) for had, _ in cluster.left.values())
+            if may_wait and coming:
                 return _NOBODY, None, False
             # A worker that has devices gives the best error about one that is not there.
             targets = cluster.slots.keys() or cluster.present.keys()

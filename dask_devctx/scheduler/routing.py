@@ -12,6 +12,7 @@ from distributed import Scheduler, SchedulerPlugin
 from distributed.metrics import time
 
 from dask_devctx.annotations import (
+    ANY_DEVICE,
     HOST_ONLY,
     NAMES,
     RERUN,
@@ -253,7 +254,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
                 wanted = requested_device(ts.annotations, "leave", ts.run_spec)
             except Exception as error:  # a wrong annotation: a worker fails the task
                 wanted = Request((error.with_traceback(None),))
-            if wanted is not HOST_ONLY:
+            if wanted is not ANY_DEVICE and wanted is not HOST_ONLY:
                 restricted.note(ts, wanted)
 
     def _leave_as_it_was(self) -> None:

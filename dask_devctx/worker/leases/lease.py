@@ -19,8 +19,8 @@ from distributed import Status, Worker
 
 from dask_devctx import driver
 from dask_devctx.config.options import Options
-from dask_devctx.cuda import discovery, naming
-from dask_devctx.cuda.device import Device, named_devices
+from dask_devctx.cuda import discovery
+from dask_devctx.cuda.device import Device, devices, named_devices
 from dask_devctx.dask_internals.worker import is_joining
 from dask_devctx.errors import DevicesInUseError, in_use, no_device
 from dask_devctx.scheduler.messages import ANNOUNCE, CLAIM, REFUSE
@@ -52,6 +52,11 @@ _before: WeakKeyDictionary[Worker, tuple[Device, ...]] = WeakKeyDictionary()
 # The newest lease of a worker, which alone tells the scheduler of its devices, and a lock for that.
 _newest: WeakKeyDictionary[Worker, weakref.ref[DeviceLease]] = WeakKeyDictionary()
 _telling: WeakKeyDictionary[Worker, asyncio.Lock] = WeakKeyDictionary()
+
+
+def _lost() -> str:
+    """Return which GPUs NVML knows and cannot reach, in words; "" if there are none."""
+    return "; ".join(discovery.inventory(driver.backend()).lost)
 
 
 class DeviceLease:
@@ -99,15 +104,15 @@ class DeviceLease:
         uuids = [device.uuid for device in free]
         claim = {"name": self._worker.name, "plugin": self._plugin, "candidates": uuids}
         answer = await registration.tell(self._worker, CLAIM, **claim, count=count)
-        if count and not answer["uuids"] and not discovery.inventory(driver.backend()).is_whole:
-            # A GPU was lost since the devices were divided: the worker has what that leaves.
+        if count and not answer["uuids"] and (lost := _lost()):  # since they were divided
+            logger.warning("%s; %s takes what that leaves", lost, self._worker.address)
             answer = await registration.tell(self._worker, CLAIM, **claim, count=None)
         if not answer["uuids"]:
             named = {device: answer["holders"].get(device.uuid) for device in free}
             ours = {device: f"{who}{self._of_cluster}" for device, who in named.items() if who}
             left = [device for device in free if device not in ours]
             raise self._in_use(count or 0, left, foreign | ours)
-        mine = [device for device in found if device.uuid in answer["uuids"]]
+        mine = [device for device in found if device.uuid in answer["uuids"]][:count]
         self._give_up(set(self._locks).difference(mine))
         deadline = monotonic() + _PATIENCE_S
         while held := self._take(mine):
@@ -141,9 +146,10 @@ class DeviceLease:
                 lock.close()
 
     def _found(self) -> tuple[Device, ...]:
-        named, there = self._named, discovery.inventory(driver.backend())
-        if named is not None and not there.is_whole:
-            named = [one for one in named if naming.among(naming.read(one), there)] or named
+        named = self._named
+        if named is not None and _lost():
+            shown = [device.uuid for device in devices()]
+            named = [one for one in named if one in shown or str(one)[:4] != "GPU-"] or named
         found = named_devices(named)
         if not found:
             raise no_device(
@@ -157,10 +163,8 @@ class DeviceLease:
     def _in_use(
         self, wanted: int, free: Iterable[Device], held: Mapping[Device, str]
     ) -> DevicesInUseError:
-        own = self._of_cluster
-        texts = {one: who.replace(own, " of its own cluster") for one, who in held.items()}
-        who = "; ".join([*discovery.inventory(driver.backend()).problems, "this worker"])
-        return in_use(who, wanted, free, texts)
+        texts = {d: who.replace(self._of_cluster, " of its own cluster") for d, who in held.items()}
+        return in_use("; ".join(filter(None, [_lost(), "this worker"])), wanted, free, texts)
 
     # -- what the scheduler is told
 

@@ -89,7 +89,9 @@ def giving_back(worker: Worker, admission: Admission) -> Iterator[None]:
                 claim.call = None  # it has the task's inputs
 
     def stop_if_unused() -> None:
-        used = any(state.running or state.waiting for state in admission.states.values())
+        with admission.lock:  # between the line and its thread, a claim is held
+            states = admission.states.values()
+            used = any(one.holding or one.running or one.waiting for one in states)
         if not used or worker.status in (Status.closing, Status.closed):
             looking.stop()
 

@@ -395,9 +395,8 @@ class Spill:
 
         Returns the bytes of the copies, and of the values that were spilled.
         """
-        newest = getattr(self.worker.data, "spill", None)
-        if newest is not self and isinstance(newest, Spill):  # another plugin has the values now
-            return newest.clear(device, nbytes)
+        if isinstance(new := getattr(self.worker.data, "spill", self), Spill) and new is not self:
+            return new.clear(device, nbytes)  # another plugin has the values now
         freed, account = self.copies.drop(device, nbytes), self.accounts[device]
         if nbytes is None and self.open:
             with account.spilling:

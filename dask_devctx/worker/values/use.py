@@ -90,45 +90,42 @@ class Use:
         await readable(self._pinned.values())
 
     def __enter__(self) -> Self:
+        run, store, pinned, devices = self._run, self._store, self._pinned, {*self._devices}
         try:
-            if self._run.theirs:  # dask gives its context to known kinds of executors only
-                OF_THIS_TASK.set(self._run.known)
-            if self._devices and self._store.moves_inputs:
-                if self._run.may_hold_arrays:
-                    found = nbytes_by_device.found_in(self.task)[0]
-                    if found.keys() - {*self._devices}:  # not changed: it may run elsewhere again
-                        self.task = Move(self._devices[0], guard_source=False).run(self.task)
-                if self.data:
-                    self._bring(self._store)
-            else:
-                for value in self._pinned.values():
-                    if value.stamp is not None:
-                        value.stamp.hold_back_readers()
+            if run.theirs:  # dask gives its context to known kinds of executors only
+                OF_THIS_TASK.set(run.known)
+            if not (devices and store.moves_inputs):
+                for held in pinned.values():
+                    if held.stamp is not None:
+                        held.stamp.hold_back_readers()
+                return self
+            device = self._devices[0]
+            if run.may_hold_arrays and nbytes_by_device.found_in(self.task)[0].keys() - devices:
+                # It is not changed: it may run elsewhere again.
+                self.task = Move(device, guard_source=False).run(self.task)
+            begun = perf_counter()
+            # The inputs come to the first device; those on several devices of the call stay there.
+            for key, whole in self.data.items() if self.data else ():
+                value = pinned.get(key) or store.looked_for(key, whole)
+                if value is None:
+                    continue
+                if value.nbytes.keys() <= devices:
+                    for one in {device, *value.nbytes}:  # any may read it, and must find it there
+                        (value.stamp or value.work()).hold_back(one)
+                    if len(devices) > 1:
+                        self._copies.append(whole)
+                    continue
+                here = self.data[key] = store.copies.get(value, whole, device)
+                if here is not whole:  # else its type is known, and not how to move it
+                    self._copies.append(here)
+                    if key in pinned and device not in value.nbytes:
+                        store.spill.unpin([pinned.pop(key)])  # all reads are of the copy now
+            if self.data:
+                run.inputs_s = perf_counter() - begun
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
         return self
-
-    def _bring(self, store: Store) -> None:
-        """Bring the inputs to the first device; those on several devices of the call stay there."""
-        begun, pinned, devices = perf_counter(), self._pinned, {*self._devices}
-        device = self._devices[0]
-        for key, whole in self.data.items():
-            value = pinned.get(key) or store.looked_for(key, whole)
-            if value is None:
-                continue
-            if value.nbytes.keys() <= devices:
-                for one in {device, *value.nbytes}:  # any may read it, and must find it there
-                    (value.stamp or value.work()).hold_back(one)
-                if len(devices) > 1:
-                    self._copies.append(whole)
-                continue
-            here = self.data[key] = store.copies.get(value, whole, device)
-            if here is not whole:  # else its type is known, and not how to move it
-                self._copies.append(here)
-                if key in pinned and device not in value.nbytes:
-                    store.spill.unpin([pinned.pop(key)])  # all reads are of the copy now
-        self._run.inputs_s = perf_counter() - begun
 
     def returned(self, result: Any) -> Any:
         """Note the call's result, which has its room until dask stores it."""

@@ -59,7 +59,7 @@ PROCESSES = {"processes": True}
         ({"n_workers": 2}, {}, [[0, 1], [2, 3]], 16),
         ({"n_workers": 4, "tasks_per_device": 2}, {}, EACH, 16),
         ({**PROCESSES, "n_workers": 2, "devices": [3, "cuda:1"]}, {}, [[1], [3]], 8),
-        ({"n_workers": 2, "devices_per_worker": 1}, {}, [[0], [1]], 8),
+        ({**PROCESSES, "n_workers": 2, "devices_per_worker": 1}, {}, [[0], [1]], 8),
         ({"devices": [2], "threads_per_worker": 1}, {}, [[2]], 1),
         ({"n_workers": 2}, HALVES, [[0], [2]], 8),
     ],
