@@ -13,7 +13,7 @@ from distributed.cli.dask_worker import main as dask_worker
 
 from dask_devctx.cli.connection import said, scheduler_address
 from dask_devctx.client.layout import lay_out
-from dask_devctx.config.checks import RMM, flag, key_of
+from dask_devctx.config.checks import RMM, flag, key_of, settings
 from dask_devctx.config.options import (
     OPTION_NAMES,
     RMM_NAMES,
@@ -73,18 +73,16 @@ def _run(**given: Any) -> None:
     with said():
         require_ucx(given["protocol"])
         read = _read(own)
-        settings = {f"devctx.{key_of(name)}": value for name, value in read.items()}
-        with dask.config.set(settings):
+        with dask.config.set(settings(read)):
             options = Options(**read)
             require_packages(options)
             layout = lay_out(options, n_workers, processes=given["nanny"])
-    settings |= layout.settings
     given["nthreads"] = given["nthreads"] or layout.nthreads
     if given["memory_limit"] == "auto":
         given["memory_limit"] = layout.memory_limit
     given["preload"] = ("dask_devctx", *given["preload"])
     assert dask_worker.callback is not None
-    with dask.config.set(settings), said():
+    with dask.config.set(settings({**read, **layout.options})), said():
         dask_worker.callback(**given, n_workers=str(layout.n_workers))
 
 

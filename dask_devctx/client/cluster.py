@@ -16,6 +16,7 @@ from distributed import Nanny, Worker
 from distributed.core import Status
 
 from dask_devctx.client.layout import lay_out
+from dask_devctx.config.checks import settings
 from dask_devctx.config.options import (
     OPTION_NAMES,
     RMM_NAMES,
@@ -114,7 +115,7 @@ class LocalDeviceCluster(internals.WatchedCluster):
         if kwargs.get("memory_limit", "auto") == "auto":
             kwargs["memory_limit"] = layout.memory_limit
         if processes and kwargs.get("worker_class") in (None, Nanny):
-            kwargs["config"] = (kwargs.get("config") or {}) | layout.settings
+            kwargs["config"] = (kwargs.get("config") or {}) | settings(layout.options)
         nthreads = threads_per_worker or layout.nthreads
         self._ahead = internals.LOOK_AHEAD * nthreads / layout.nthreads
         super().__init__(n_workers=layout.n_workers, threads_per_worker=nthreads, **kwargs)

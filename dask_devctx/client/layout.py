@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from dask_devctx import driver
-from dask_devctx.config.checks import key_of
 from dask_devctx.config.options import Options, fair_memory
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device, devices, named_devices
@@ -30,11 +29,6 @@ class Layout:
     n_workers: int  # how many it starts
     share: int | None  # how many devices each worker has for itself; None where it has all of them
     free: tuple[Device, ...]  # those that no others hold now
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The workers' configuration: their devices, also for a plugin that names none."""
-        return {f"devctx.{key_of(name)}": value for name, value in self.options.items()}
 
     @property
     def per_worker(self) -> int:

@@ -25,6 +25,11 @@ def key_of(name: str) -> str:
     return name.replace("_", "-")
 
 
+def settings(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options as dask's configuration has them."""
+    return {f"devctx.{key_of(name)}": value for name, value in options.items()}
+
+
 def whole_number(least: int) -> Check:
     def check(name: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -113,8 +113,9 @@ class Restrictions:
         wanted, may_wait, workers, hosts, loose = terms
         targets: Set[str] = cluster.having(wanted)
         if not targets:
-            coming = cluster.unheard or any(had.have(wanted) for had, _ in cluster.left.values())
-            if may_wait and coming:
+            if may_wait and (
+                cluster.unheard or any(had.have(wanted) for had, _ in cluster.left.values())
+            ):
                 return _NOBODY, None, False
             # A worker that has devices gives the best error about one that is not there.
             targets = cluster.slots.keys() or cluster.present.keys()

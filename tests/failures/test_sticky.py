@@ -369,7 +369,7 @@ def test_a_task_that_must_not_run_twice_may_end_just_before_its_worker_leaves(
     """The scheduler hears of its end after it hears of the failure."""
     with dask.annotate(device=1, priority=1):
         late = apart.submit(lambda: setattr(get_worker().batched_stream, "interval", 1.5))
-        late.result(timeout=30)
+        assert late.result(timeout=30) is None
         apart.submit(str, 1).result(timeout=30)  # the next message goes much later
         with dask.annotate(rerun=False):
             done = apart.submit(count_slowly, str(tmp_path), "done", 0.1, key="done")

@@ -19,8 +19,8 @@ from distributed import Status, Worker
 
 from dask_devctx import driver
 from dask_devctx.config.options import Options
-from dask_devctx.cuda import discovery
-from dask_devctx.cuda.device import Device, devices, named_devices
+from dask_devctx.cuda import discovery, naming
+from dask_devctx.cuda.device import Device, named_devices
 from dask_devctx.dask_internals.worker import is_joining
 from dask_devctx.errors import DevicesInUseError, in_use, no_device
 from dask_devctx.scheduler.messages import ANNOUNCE, CLAIM, REFUSE
@@ -146,10 +146,10 @@ class DeviceLease:
                 lock.close()
 
     def _found(self) -> tuple[Device, ...]:
-        named = self._named
-        if named is not None and _lost():
-            shown = [device.uuid for device in devices()]
-            named = [one for one in named if one in shown or str(one)[:4] != "GPU-"] or named
+        named, there = self._named, discovery.inventory(driver.backend())
+        if named is not None and there.lost:
+            read = [(one, naming.read(one)) for one in named]
+            named = [n for n, it in read if it.kind != "uuid" or naming.among(it, there)] or named
         found = named_devices(named)
         if not found:
             raise no_device(
