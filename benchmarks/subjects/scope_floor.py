@@ -44,7 +44,7 @@ def loop(calls: Calls, handle: int) -> Callable[[int], float]:
         There is no compiler, or the driver does not tell its addresses.
     """
     get_current, set_current = (
-        calls.checked.address(name, 4000) for name in ("cuCtxGetCurrent", "cuCtxSetCurrent")
+        calls.checked.address(name) for name in ("cuCtxGetCurrent", "cuCtxSetCurrent")
     )
     if not get_current or not set_current:
         raise CannotCompileError("the driver does not tell the addresses of its functions")

@@ -115,13 +115,13 @@ def environment() -> tuple[str | None, str | None]:
 
 def _native(calls: Calls) -> Native | None:
     """Return a driver's addresses for the extension; None where either is missing."""
-    try:
-        from dask_devctx.driver._scope import Native
-    except ImportError:
-        return None
     names = "cuCtxGetCurrent", "cuCtxSetCurrent"
-    get_current, set_current = (calls.checked.address(name, 4000) for name in names)
-    return Native(get_current, set_current) if get_current and set_current else None
+    get_current, set_current = map(calls.checked.address, names)
+    if not (get_current and set_current):
+        return None
+    from dask_devctx.driver._scope import Native
+
+    return Native(get_current, set_current)
 
 
 def real() -> Backend:

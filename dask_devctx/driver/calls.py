@@ -100,7 +100,7 @@ class Calls:
 
     def current(self) -> int:
         """Return the context that is current on this thread; 0 where there is none."""
-        found = self._out("cuCtxGetCurrent", 4000, 0)
+        found = self._out("cuCtxGetCurrent", 0)
         return int(self._value(self.driver.cuCtxGetCurrent)) if found is None else found
 
     def current_or_uninitialised(self) -> int:
@@ -129,7 +129,7 @@ class Calls:
         """Return a number that no other context ever has; None for a destroyed context."""
         # The handle must have belonged to a context once: the driver does not check that.
         cell = array("Q", (0,))
-        status = self._status("cuCtxGetId", 12000, context, cell.buffer_info()[0])
+        status = self._status("cuCtxGetId", context, cell.buffer_info()[0])
         number = cell[0]
         if status is None:
             status, number = self.driver.cuCtxGetId(context)

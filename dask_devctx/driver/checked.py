@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from dask_devctx.driver import statuses
 from dask_devctx.errors import DeviceMemoryError, DriverError, DriverUnavailableError
@@ -12,6 +13,23 @@ try:
     from dask_devctx.driver._scope import invoke, invoke_out
 except ImportError:  # it was not built
     invoke = invoke_out = None  # type: ignore[assignment]
+
+# The C functions that are called by their address: with each, the version of CUDA that introduced
+# the signature used here.
+_VERSIONS: Final = {
+    "cuCtxGetCurrent": 4000,
+    "cuCtxGetId": 12000,
+    "cuCtxRecordEvent": 12050,
+    "cuCtxSetCurrent": 4000,
+    "cuEventQuery": 2000,
+    "cuEventRecord": 2000,
+    "cuLaunchKernelEx": 11060,
+    "cuMemFree": 3020,
+    "cuMemcpyAsync": 4000,
+    "cuStreamIsCapturing": 10000,
+    "cuStreamQuery": 2000,
+    "cuThreadExchangeStreamCaptureMode": 10010,
+}
 
 
 class Checked:
@@ -23,7 +41,8 @@ class Checked:
         self.driver = driver
         self.types: Any = types
         self.forked = False
-        self._addresses: dict[str, int] = {}
+        # Returns the address of a C function; 0 where it is not to be called by one.
+        self.address = functools.cache(self._address)
 
     def value(self, function: Callable[..., tuple[Any, ...]], *args: Any) -> Any:
         try:
@@ -64,47 +83,34 @@ class Checked:
             "Update the driver, or install the cuda-bindings of its CUDA version",
         )
 
-    def address(self, function: str, version: int) -> int | None:
-        """Return the address of a C function; None where the driver does not tell it."""
-        # `version` is the version of CUDA that introduced the signature which the caller uses.
-        ask = getattr(self.driver, "cuGetProcAddress", None)
-        if ask is None:
-            return None
-        status, address, *_ = ask(function.encode(), version, 0)
-        return int(address) if status == 0 and address else None
-
     # -- calls by address, which keep the GIL
 
-    def status(self, function: str, version: int, *numbers: int) -> int | None:
+    def _address(self, function: str) -> int:
+        ask = getattr(self.driver, "cuGetProcAddress", None)
+        if ask is None or invoke is None:
+            return 0
+        status, address, *_ = ask(function.encode(), _VERSIONS[function], 0)
+        return 0 if status else int(address)
+
+    def status(self, function: str, *numbers: int) -> int | None:
         """Call a short C function by its address; return its status, None without an address."""
         # The bindings release the GIL around each call. While other threads are busy, this thread
         # often waits milliseconds to get it back. These functions take microseconds at most.
-        address = self._addresses.get(function)
-        if address is None:
-            address = self._found(function, version)
+        address = self.address(function)
         return invoke(address, *numbers) if address else None
 
-    def out(self, function: str, version: int, value: int, *numbers: int) -> int | None:
+    def out(self, function: str, value: int, *numbers: int) -> int | None:
         """Call a function whose first argument points to `value`; return what it left there."""
-        address = self._addresses.get(function)
-        if address is None:
-            address = self._found(function, version)
-        if not address:
+        if not (address := self.address(function)):
             return None
         status, value = invoke_out(address, value, *numbers)
         if status:
             raise self.error(function, status)
         return value
 
-    def _found(self, function: str, version: int) -> int:
-        """Return, and keep, the address by which a function is called; 0 where there is none."""
-        address = 0 if invoke is None else self.address(function, version) or 0
-        self._addresses[function] = address
-        return address
-
-    def called(self, function: str, version: int, *numbers: int) -> bool:
+    def called(self, function: str, *numbers: int) -> bool:
         """Return whether the function was called by its address; raise if that call failed."""
-        status = self.status(function, version, *numbers)
+        status = self.status(function, *numbers)
         if status:
             raise self.error(function, status)
         return status is not None

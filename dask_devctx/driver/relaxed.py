@@ -43,16 +43,11 @@ class RelaxedCapture:
 
 
 _EXCHANGE: Final = "cuThreadExchangeStreamCaptureMode"
-# The C functions of a look, with the version of CUDA that introduced the signature used here.
-_FUNCTIONS: Final = {
-    _EXCHANGE: 10010,
-    "cuMemFree": 3020,
-    "cuCtxSetCurrent": 4000,
-    "cuEventQuery": 2000,
-    "cuEventRecord": 2000,
-    "cuStreamIsCapturing": 10000,
-    "cuStreamQuery": 2000,
-}
+# The C functions of a look.
+_FUNCTIONS: Final = (
+    *(_EXCHANGE, "cuMemFree", "cuCtxSetCurrent", "cuEventQuery", "cuEventRecord"),
+    *("cuStreamIsCapturing", "cuStreamQuery"),
+)
 
 
 class Look:
@@ -70,11 +65,8 @@ class Look:
     @cached_property
     def _addresses(self) -> dict[str, int]:
         """The functions' addresses by name; empty where one of them is not told."""
-        address = self._checked.address
-        found = {name: address(name, version) or 0 for name, version in _FUNCTIONS.items()}
-        if invoke_relaxed is None or not all(found.values()):
-            return {}
-        return found | {"cuCtxRecordEvent": address("cuCtxRecordEvent", 12050) or 0}
+        found = {name: self._checked.address(name) for name in _FUNCTIONS}
+        return found if invoke_relaxed is not None and all(found.values()) else {}
 
     @cached_property
     def _idle(self) -> tuple[int, ...]:
@@ -146,7 +138,7 @@ class Look:
     def record(self, event: int, context: int) -> bool:
         """Make a context current, and record all its work in an event unless a capture forbids."""
         by = self._addresses
-        if by and (record := by["cuCtxRecordEvent"]):
+        if by and (record := self._checked.address("cuCtxRecordEvent")):
             current = by["cuCtxSetCurrent"], context, 0
             return self._recorded(record, context, event, current=current) is None
         # A driver that is older than CUDA 12.5 lacks the function.

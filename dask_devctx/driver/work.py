@@ -57,7 +57,7 @@ class WorkCalls:
 
     def event_record(self, event: int, stream: int, *, at_once: bool = False) -> None:
         """Make the event stand for all work that the stream has been given so far."""
-        if not (at_once and self._called("cuEventRecord", 2000, event, stream)):
+        if not (at_once and self._called("cuEventRecord", event, stream)):
             self._value(self.driver.cuEventRecord, event, stream)
 
     def event_record_unless_captured(self, event: int, stream: int) -> bool:
@@ -87,7 +87,7 @@ class WorkCalls:
         for which it waits is captured: work for it would fail and spoil the graph.
         """
         cell = array("i", (0,))
-        status = self._status("cuStreamIsCapturing", 10000, stream, cell.buffer_info()[0])
+        status = self._status("cuStreamIsCapturing", stream, cell.buffer_info()[0])
         captured: int | None = cell[0]
         if status is None:
             status, captured = self.driver.cuStreamIsCapturing(stream)
@@ -122,7 +122,7 @@ class WorkCalls:
                 config = array("B", _LAUNCH.pack(n, down, across, 32, 8, 1, 0, stream))
                 boxes = array("Q", (table + first * BOX_NBYTES,))
                 at, of = config.buffer_info()[0], boxes.buffer_info()[0]
-                if at_once and self._called("cuLaunchKernelEx", 11060, at, self._kernel, of):
+                if at_once and self._called("cuLaunchKernelEx", at, self._kernel, of):
                     continue
                 given = self.types.CUlaunchConfig(at)
                 self._value(self.driver.cuLaunchKernelEx, given, self._kernel, of, 0)
@@ -163,7 +163,7 @@ class WorkCalls:
 
     def exchange_capture_mode(self, mode: int) -> int:
         """Set this thread's capture mode for graphs; return the previous mode."""
-        before = self._out("cuThreadExchangeStreamCaptureMode", 10010, mode)
+        before = self._out("cuThreadExchangeStreamCaptureMode", mode)
         if before is not None:
             return before & 0xFFFFFFFF
         kind = self.types.CUstreamCaptureMode
@@ -199,7 +199,7 @@ class WorkCalls:
         self, target: int, source: int, nbytes: int, stream: int, *, at_once: bool = False
     ) -> None:
         """Enqueue a copy between any two device addresses of this process."""
-        if not (at_once and self._called("cuMemcpyAsync", 4000, target, source, nbytes, stream)):
+        if not (at_once and self._called("cuMemcpyAsync", target, source, nbytes, stream)):
             self._value(self.driver.cuMemcpyAsync, target, source, nbytes, stream)
 
     def copy_out(self, host: int, source: int, nbytes: int, stream: int) -> None:
