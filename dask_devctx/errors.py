@@ -8,6 +8,10 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Final, dataclass_transform
 
 _NAMED: Final = 8  # the most suspects that a message names
+_CLOSE: Final = (
+    "close the cluster that holds devices and is not needed, such as that of a notebook's earlier "
+    "cell (cluster.close(), or client.shutdown())"
+)
 
 
 def counted(n: int, noun: str) -> str:
@@ -180,28 +184,28 @@ class DevicesInUseError(DevctxError):
 
 
 def in_use(
-    who: str, wanted: int, free: Iterable[object], holders: Mapping[Any, str]
+    who: str, wanted: int, free: Iterable[object], holders: Mapping[Any, str], *, own: bool = False
 ) -> DevicesInUseError:
-    """Return the error of one that wants more devices than are free; 0 for any number of these."""
+    """Return the error of one that wants more devices (0: any) than its ``own`` or others leave."""
     names = list(map(str, free))
-    total = len(names) + len(holders)
     wants = f"{who} wants {counted(wanted, 'device') if wanted else 'devices'} for itself"
-    if wanted > total:
+    if wanted > (total := len(names) + len(holders)):
         return DevicesInUseError(
             f"{wants} and there {_are(total)} {total}. Lower devices_per_worker"
         )
-    fewer = "Let each worker take fewer (devices_per_worker=1), close"
-    others = f"No device is free. {'Close' if wanted == 1 else fewer}"
+    way = "start fewer workers, or name more devices" if own else _CLOSE
+    if wanted != 1 and len(holders) > len(set(holders.values())):
+        way = f"let each worker take fewer (devices_per_worker=1), {way}"
+    others = f"No device is free: {way}"
     if names:
         ids = ", ".join(name.rpartition(":")[2] for name in names)
         others = (
             f"Free: {', '.join(names)}. For these, write devices=[{ids}], lower n_workers or "
-            "devices_per_worker, or leave them out. Or close"
+            f"devices_per_worker, or leave them out. Or {way}"
         )
     return DevicesInUseError(
-        f"{wants}, and {held_text(holders)}. {others} the cluster that holds devices and is not "
-        "needed, such as that of a notebook's earlier cell (cluster.close(), or "
-        "client.shutdown()), or use the same devices: shared=True (--shared)"
+        f"{wants}, and {held_text(holders)}. {others}, or use the same devices: shared=True "
+        "(--shared)"
     )
 
 
@@ -270,6 +274,8 @@ class DeviceFailedError(DevctxError):
         if self.lost:
             said.append("The device is gone: it fell off the bus. Reset it, or restart the machine")
         said.append(f"{end}: the worker ends, and dask computes its results again")
+        # The driver gives the others for no kernel.
+        look = "" if 700 <= self.code < 800 else "dmesg and nvidia-smi may say more"
         again = f"It is not run again: {self.not_again}" if self.not_again else ""
         if not self.suspects:
             said += ["No task is suspected", again or "The tasks that ran in the process run again"]
@@ -290,8 +296,8 @@ class DeviceFailedError(DevctxError):
             find = "Run its function under compute-sanitizer, which names the line of the kernel"
             if was_reset:
                 find = "Take cudaDeviceReset() and numba.cuda.close() out of it"
-            said += [f"{self.suspects[0]} caused it", how, again, find]
-        return ". ".join(filter(None, said))
+            said += [f"{self.suspects[0]} caused it", how, again, "" if look else find]
+        return ". ".join(filter(None, [*said, look]))
 
 
 class DeviceOutOfMemoryError(DevctxError, MemoryError):
@@ -352,7 +358,7 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
             yield f"{nbytes_text(self.requested_nbytes)} more asked for"
         if self.free_nbytes is not None and self.total_nbytes is not None:
             free, total = nbytes_text(self.free_nbytes), nbytes_text(self.total_nbytes)
-            yield f"without the task, {free} of {total} are free"
+            yield f"with the task's memory given back, {free} of {total} are free"
         if held := [(pid, nbytes) for pid, nbytes in self.holders if nbytes != 0]:
             unknown = "an unknown amount"
             who = {p: "this worker" if p == self.pid else f"process {p}" for p, _ in held}

@@ -7,8 +7,11 @@ import subprocess
 import textwrap
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
 
 import dask
+import pynvml
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -40,6 +43,20 @@ _BACKENDS = [
     pytest.param("simulated", id="simulated"),
     pytest.param("real", id="real", marks=pytest.mark.gpu(count=1)),
 ]
+
+
+def no_gpus() -> Backend:
+    """The driver of a machine without GPUs."""
+
+    def refuse(*_: object) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    def missing(*_: object) -> None:
+        raise RuntimeError("libcuda.so.1 not found")
+
+    nvml = SimpleNamespace(**{**vars(pynvml), "nvmlInit": refuse})
+    library: Any = SimpleNamespace(cuInit=missing, cuCtxGetCurrent=missing)
+    return Backend(library, nvml)
 
 
 @pytest.fixture(params=["simulated", _IN_C])

@@ -28,13 +28,16 @@ STICKY: Final[Mapping[int, str]] = {
     911: "CUDA_ERROR_EXTERNAL_DEVICE",
 }
 
-# A device is gone when a probe of it gets one of these: it fell off the bus, the driver lost it, or
-# somebody reset its context and so lost its data. When a context is created, these statuses have
-# other causes, and the process is healthy.
+# A device is gone when a probe of it gets one of these: it fell off the bus, the driver or MPS lost
+# it, or somebody reset its context and so lost its data. When a context is created, these statuses
+# have other causes, and the process is healthy.
 GONE: Final[Mapping[int, str]] = {
     46: "CUDA_ERROR_DEVICE_UNAVAILABLE",
     101: "CUDA_ERROR_INVALID_DEVICE",
+    201: "CUDA_ERROR_INVALID_CONTEXT",
     709: "CUDA_ERROR_CONTEXT_IS_DESTROYED",
+    805: "CUDA_ERROR_MPS_CONNECTION_FAILED",
+    806: "CUDA_ERROR_MPS_RPC_FAILURE",
     999: "CUDA_ERROR_UNKNOWN",
 }
 

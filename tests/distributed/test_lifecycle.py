@@ -9,11 +9,9 @@ import os
 import threading
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import dask
-import pynvml
 import pytest
 from dask._task_spec import Task
 from distributed import Event, Nanny, Worker, get_worker, worker_client
@@ -29,10 +27,10 @@ from dask_devctx import (
     driver,
     report,
 )
-from dask_devctx.driver.backends import Backend
 from dask_devctx.scheduler.messages import TOPIC
 from dask_devctx.worker import extension
 from dask_devctx.worker.run import DeviceRun as DeviceTask
+from tests.conftest import no_gpus
 from tests.distributed.changes import changes_of
 from tests.distributed.devices import (
     acquire,
@@ -217,23 +215,11 @@ async def test_a_worker_that_closes_has_its_values_to_the_end(client: Any, *work
     assert (await future).get().tolist() == [0, 0, 0]  # made again by the other worker
 
 
-def no_gpus() -> Any:
-    def refuse(*_: object) -> None:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-
-    def missing(*_: object) -> None:
-        raise RuntimeError("libcuda.so.1 not found")
-
-    nvml = SimpleNamespace(**{**vars(pynvml), "nvmlInit": refuse})
-    library: Any = SimpleNamespace(cuInit=missing, cuCtxGetCurrent=missing)
-    return driver.use(Backend(library, nvml))
-
-
 @pytest.mark.parametrize(
     ("options", "where", "error", "said"),
     [
         ({"devices": [7]}, nullcontext, DeviceNotFoundError, "no device 7"),
-        ({}, no_gpus, DriverUnavailableError, r"libcuda\.so\.1 not found"),
+        ({}, lambda: driver.use(no_gpus()), DriverUnavailableError, r"libcuda\.so\.1 not found"),
         # The worker's own configuration is wrong, and the client's right.
         ({}, lambda: configured(history="all"), ValueError, "got 'all'.*devctx.history"),
     ],

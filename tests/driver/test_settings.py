@@ -87,22 +87,13 @@ def test_a_variable_that_changes_after_the_import_counts(child, imports):
 @pytest.mark.parametrize("remedy", ["variable", "configuration"])
 def test_the_remedy_works_in_the_process_that_had_no_devices(child, remedy):
     def without_devices(remedy):
-        from types import SimpleNamespace
-
-        import pynvml
         import pytest
 
         import dask_devctx
         from dask_devctx import driver
-        from dask_devctx.driver.backends import Backend
+        from tests.conftest import no_gpus
 
-        def missing(*args):
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-
-        driver.real = lambda: Backend(
-            SimpleNamespace(cuInit=missing, cuCtxGetCurrent=missing),
-            SimpleNamespace(nvmlInit=missing, NVMLError=pynvml.NVMLError),
-        )
+        driver.real = no_gpus
         for use in (dask_devctx.devices, dask_devctx.Device, dask_devctx.devices):
             with pytest.raises(dask_devctx.DriverUnavailableError, match="SIMULATED_DEVICES=4"):
                 use()

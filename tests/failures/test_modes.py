@@ -49,8 +49,8 @@ def test_statuses_are_the_drivers() -> None:
         assert CUresult(code)
 
 
-@pytest.mark.parametrize("code", sorted(statuses.STICKY))
-def test_every_sticky_status_is_found_by_the_probe(code: int, machine: SimulatedMachine) -> None:
+@pytest.mark.parametrize("code", sorted(statuses.STICKY | statuses.GONE))
+def test_every_failure_is_found_by_the_probe(code: int, machine: SimulatedMachine) -> None:
     with Device(0):
         machine.faults.poison(CUresult(code))
         with pytest.raises(DriverError) as caught:

@@ -164,7 +164,10 @@ class DeviceLease:
         self, wanted: int, free: Iterable[Device], held: Mapping[Device, str]
     ) -> DevicesInUseError:
         texts = {d: who.replace(self._of_cluster, " of its own cluster") for d, who in held.items()}
-        return in_use("; ".join(filter(None, [_lost(), "this worker"])), wanted, free, texts)
+        own = all(who.endswith(self._of_cluster) for who in held.values())
+        return in_use(
+            "; ".join(filter(None, [_lost(), "this worker"])), wanted, free, texts, own=own
+        )
 
     # -- what the scheduler is told
 

@@ -16,6 +16,7 @@ from distributed.protocol.serialize import dask_deserialize, dask_serialize
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
+from dask_devctx.errors import DriverUnavailableError
 from dask_devctx.transfer import nbytes_by_device
 from dask_devctx.transfer.events import Stamp, hold, is_captured
 from dask_devctx.transfer.ipc import lanes
@@ -210,14 +211,14 @@ if "distributed.protocol.torch" in sys.modules:
 
 def arrived(about: About, frames: list[Any]) -> Any:
     """Return a value that left another process as its host form, on the current device."""
-    device = Device.current() or Device(0)
     try:
+        device = Device.current() or Device(0)
         value, stamp = HostForm.of_frames(about, frames, device).on_device(device)
     except Exception as error:
-        if is_out_of_memory(error):
+        if isinstance(error, DriverUnavailableError) or is_out_of_memory(error):
             error.add_note(
-                f"{device} of the process that gets the value is full. A client gets values in "
-                'host memory by client.gather(client.map(to_device, futures, device="cpu"))'
+                "The process that gets the value has no room for it on a GPU. A client gets values "
+                'in host memory by client.gather(client.map(to_device, futures, device="cpu"))'
             )
         raise
     wait_for(stamp)  # any thread may use it next

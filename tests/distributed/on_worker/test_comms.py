@@ -14,10 +14,11 @@ from distributed.comm import connect
 from distributed.protocol import deserialize, register_generic, serialize
 from distributed.utils_test import async_poll_for
 
-from dask_devctx import Device, DevicePlugin, device_of
+from dask_devctx import Device, DevicePlugin, DriverUnavailableError, device_of, driver
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.simulated_array import SimulatedArray
 from dask_devctx.worker.values.host_form import send_as_host_forms
+from tests.conftest import no_gpus
 from tests.distributed.devices import current_context, here, on_cluster, submit_on, with_plugin
 
 packed: list[int | None] = []
@@ -161,3 +162,6 @@ def test_what_a_client_scatters_goes_as_a_host_form(machine: SimulatedMachine) -
         arrived = deserialize(header, frames).arrays[0]
     assert device_of(arrived) is Device(1)
     assert np.array_equal(arrived.get(), large)
+    with driver.use(no_gpus()), pytest.raises(DriverUnavailableError) as caught:
+        deserialize(header, frames)
+    assert "client.gather(client.map(to_device, futures, " in caught.value.__notes__[0]

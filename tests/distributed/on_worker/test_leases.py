@@ -78,7 +78,7 @@ def test_workers_that_come_and_go_share_evenly() -> None:
         os.kill(before, 9)  # it comes back with its devices
         assert submit_on(client, 3, os.getpid, pure=False).result(timeout=60) != before
         assert who_has(client) == [[0, 1], [2, 3]]
-        said = r"cuda:1.* held by .*worker [01] of its own cl"
+        said = r"cuda:1.* held by .*worker [01] of its own cluster\. .* start fewer workers, or n"
         with pytest.raises(DevicesInUseError, match=said):
             client.register_plugin(DevicePlugin(devices=[1]))
         client.register_plugin(DevicePlugin(shared=True))
@@ -91,7 +91,7 @@ def test_one_that_joins_later_gets_free_devices_or_leaves(caplog: pytest.LogCapt
         assert who_has(client) == [[0, 1], [2, 3]]
         cluster.scale(3)
         poll_for(lambda: "leaves the cluster" in caplog.text, timeout=20)
-        assert "No device is free. Let each worker take fewer (devices_per_worker=1)" in caplog.text
+        assert "No device is free: let each worker take fewer (devices_per_worker=1)" in caplog.text
         assert "2 of its own cluster" not in caplog.text
         cluster.scale(1)
         poll_for(lambda: len(who_has(client)) == 1, timeout=20)
