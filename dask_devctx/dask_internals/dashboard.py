@@ -21,6 +21,7 @@ from distributed import Scheduler
 from distributed.dashboard.components.scheduler import env
 from distributed.dashboard.core import DaskBokehTornado
 from distributed.dashboard.scheduler import template_variables
+from distributed.utils import color_of as color_of
 from distributed.utils import sync
 from jinja2 import ChoiceLoader, FileSystemLoader, Template
 from tornado.ioloop import IOLoop

@@ -131,9 +131,11 @@ class Feed:
 
     def count(self) -> int:
         """Return the number of lanes, as far as it is known before the history is collected."""
-        known = getattr(self._scheduler.plugins.get(ROUTING), "devices", {})
-        uuids = {uuid for used in known.values() for uuid in used}
+        uuids = {uuid for used in self._used().values() for uuid in used}
         return max(len(uuids), len(self._lanes.names))
+
+    def _used(self) -> Mapping[str, frozenset[str]]:
+        return getattr(self._scheduler.plugins.get(ROUTING), "devices", {})
 
     @without_property_validation  # type: ignore[untyped-decorator]
     def update(self) -> None:
@@ -141,9 +143,9 @@ class Feed:
         history = DeviceHistory.of(self._scheduler)
         if history is None:  # the plugin was unregistered
             return
-        reading = history.read(self._next)
+        reading, used = history.read(self._next), self._used()
         known = [
-            ((one.host, device_id, uuid), address in self._scheduler.workers)
+            ((one.host, device_id, uuid), uuid in used.get(address, ()))
             for address, one in history.workers.items()
             for uuid, device_id in one.devices.items()
         ]

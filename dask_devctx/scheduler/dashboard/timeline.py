@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
-from heapq import nlargest
+from collections import deque
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any, Final
 
 from dask.utils import format_bytes, format_time
 
+from dask_devctx.dask_internals.dashboard import color_of
 from dask_devctx.scheduler.dashboard.feed import STALE_S, Batch
 from dask_devctx.scheduler.dashboard.figures import GREY, Axes, LanesPlot, Rows, bar, transport
 from dask_devctx.scheduler.rows import TaskRun
@@ -19,12 +19,6 @@ _TASKS: Final = (-0.26, 0.44)
 _COPIES: Final = (-0.44, -0.32)
 # The most slots of a lane: more tasks at a time share one.
 _MOST_SLOTS: Final = 8
-# The colours of kinds of tasks. More kinds than these share one.
-_KINDS: Final = (
-    *("#4e79a7", "#ff9896", "#bcbd22", "#6f5bd0", "#009e73", "#e5c494", "#98df8a", "#8c564b"),
-    "#b07aa1",
-)
-_OTHER: Final = ("other kinds", "#8f8f8f")
 _FAILED: Final = ("failed", "#e31a1c")
 _MOST: Final = 40_000  # the most tasks that move when a lane gets a slot
 _IDLE_S: Final = 30.0  # how long nothing runs before the title says so
@@ -51,9 +45,6 @@ class Timeline(LanesPlot):
     def _begin(self) -> None:
         """Begin from nothing."""
         self._left_out = 0
-        # The colours of kinds of tasks, and the seconds of each kind; those of long ago count less.
-        self._colours: dict[str, str] = {}
-        self._seconds: defaultdict[str, float] = defaultdict(float)
         # When the last task of a device ended, and since when it has tasks without a pause.
         self._ended: dict[str, float] = {}
         self._running_since: dict[str, float] = {}
@@ -73,7 +64,7 @@ class Timeline(LanesPlot):
         self._kept.extend(fresh)
         # With one more slot, all tasks of a lane move.
         again = sum(map(len, self._slots.values())) != n_slots
-        again |= self._rank(tasks) or batch.again
+        again |= batch.again
         shown = self._kept if again else fresh
         self._tasks.add((self._task(batch, *one) for one in shown), again=again)
         self._copies.add(_copies(batch), again=batch.again)
@@ -81,25 +72,8 @@ class Timeline(LanesPlot):
         self._running.add(running, again=True)
         self._left_out += batch.left_out
         self.figure.title.text = _TITLE + self._news(batch, is_running=bool(running))
-        last, view = [_OTHER, _FAILED], self.axes.view
-        kinds = (sorted(rows.colours(view), key=last.__contains__) for rows in self._parts)
-        self.explain(dict(chain.from_iterable(kinds)))
-
-    def _rank(self, tasks: Iterable[TaskRun]) -> bool:
-        """Give colours to the kinds that took the most time lately; return whether one is new."""
-        seconds, colours, before = self._seconds, self._colours, self._colours.copy()
-        for kind in seconds:
-            seconds[kind] *= 0.97
-        for row in tasks:
-            seconds[row.prefix] += (row.stop or 0.0) - (row.start or 0.0)
-        for kind in nlargest(len(_KINDS), seconds, key=seconds.__getitem__):
-            if kind not in colours and len(colours) < len(_KINDS):
-                colours[kind] = _KINDS[len(colours)]
-            elif kind not in colours:
-                least = min(colours, key=seconds.__getitem__)
-                if seconds[kind] > 2 * seconds[least]:
-                    colours[kind] = colours.pop(least)
-        return colours != before
+        view = self.axes.view
+        self.explain(dict(chain.from_iterable(rows.colours(view) for rows in self._parts)))
 
     def _news(self, batch: Batch, *, is_running: bool) -> str:
         """Return the end of the title."""
@@ -126,11 +100,9 @@ class Timeline(LanesPlot):
         low, high = _TASKS
         height = (high - low) / len(self._slots[uuid])
         top = batch.lanes.positions[uuid] + high - slot * height
-        kind, head = _OTHER, row.prefix
+        kind, head = (row.prefix, color_of(row.prefix)), row.prefix
         if row.outcome == "error":
             kind, head = _FAILED, f"{row.prefix} failed"
-        elif row.prefix in self._colours:
-            kind = row.prefix, self._colours[row.prefix]
         lines = {
             "key": str(row.key),
             "device": batch.lanes.name(uuid),

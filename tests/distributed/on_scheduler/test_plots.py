@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from distributed.utils import color_of
 
 pytest.importorskip("bokeh")
 
@@ -159,7 +160,7 @@ def test_tasks_that_run_or_failed_and_idle_devices() -> None:
     assert "idle" not in plot.figure.title.text
 
 
-def test_kinds_in_the_legend_are_in_sight_and_have_colours_of_their_own() -> None:
+def test_kinds_in_the_legend_are_in_sight_and_have_the_colours_of_the_task_stream() -> None:
     plot, there = Timeline(axes := Axes()), lanes("a", devices=1)
     axes.show(batch(there))  # from 70 to 100 s
     tasks = [run(f"{n}-{k}", 80 + k, 81 + k, prefix=f"kind-{n}") for n in range(12) for k in (0, 1)]
@@ -167,14 +168,11 @@ def test_kinds_in_the_legend_are_in_sight_and_have_colours_of_their_own() -> Non
     copies = [Copy("GPU-a-0", "host", 9, 80.0, 81.0, way) for way in TRANSPORTS]
     plot.show(batch(there, tasks, copies=copies))
     found = legend(plot)
-    assert {"failed", "other kinds", "copy within a worker"} < found.keys()
+    assert {"failed", "copy within a worker"} < found.keys()
+    assert {f"kind-{n}": color_of(f"kind-{n}") for n in range(12)}.items() < found.items()
     assert "old" not in found
-    assert len({*found.values()}) == len(found) == 9 + 2 + len(TRANSPORTS)
-    assert {*data(plot)["kind"], *data(plot, 3)["kind"]} == {*found}
-    # A kind that takes longer than others gets a colour that one of them had.
-    plot.show(batch(there, [run("long", 70.0, 99.0, prefix="long")]))
-    assert "long" in legend(plot)
-    assert len({*legend(plot).values()}) == len(found)
+    assert len(found) == 12 + 1 + len(TRANSPORTS)
+    assert {*data(plot)["kind"], *data(plot, 3)["kind"]} == {*found, "old"}
 
 
 def sides(plot: Any) -> tuple[list[float], list[float]]:
