@@ -292,9 +292,8 @@ def mistaken(annotations: Mapping[str, Any]) -> Iterator[str]:
             )
     for name in _OPTIONS & annotations.keys():
         yield f"{name} is an option of the plugin and the cluster: an annotation has no effect"
-    given = annotations.get(MEMORY)
-    with suppress(TypeError, ValueError):
-        if type(given) in (int, float, str) and 1 <= (nbytes := parse_bytes(given)) < 2**20:
+    with suppress(TypeError, ValueError):  # of a wrong value, which the worker refuses
+        if (nbytes := _nbytes(given := annotations.get(MEMORY))) and nbytes < 2**20:
             yield f"the annotation {MEMORY}={given!r} reserves {nbytes} bytes: write '4 GiB'"
 
 

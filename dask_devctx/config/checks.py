@@ -55,10 +55,10 @@ flag: Final = one_of(True, False)
 def _amount(value: Any) -> float | None:
     """Return a number, or the bytes that a text says; None for anything else."""
     if isinstance(value, str):
-        with suppress(ValueError):
+        with suppress(ValueError, OverflowError):
             value = float(value) if value.replace(".", "", 1).isdigit() else parse_bytes(value)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and value >= 0 else None
+    return value if is_number and 0 <= value < float("inf") else None
 
 
 def fraction(name: str, value: Any) -> float:

@@ -146,14 +146,6 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     ) -> None:
         """Restrict new tasks, before they are scheduled."""
         ours = sorted(NAMES & annotations.keys())
-        given = {name: next(iter(by_key.values()), None) for name, by_key in annotations.items()}
-        for text in mistaken(given):
-            self._warn(text)
-        cluster = self._cluster
-        # Where the plugin failed, tasks that ask for a device err with the reason.
-        heeded = cluster.present or cluster.unheard or cluster.left
-        if ours and cluster.workers and not heeded:
-            self._warn(about_no_plugin(ours[0]))
         annotated = set().union(*(annotations.get(name, ()) for name in (*ours, RERUN)))
         asking = []
         for key in tasks:
@@ -164,6 +156,14 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             if key in annotated or getattr(function.__class__, "carries_device", False):
                 asking.append(ts)
         self._restrict(asking)
+        cluster = self._cluster
+        # Where the plugin failed, tasks that ask for a device err with the reason.
+        heeded = cluster.present or cluster.unheard or cluster.left
+        if ours and cluster.workers and not heeded:
+            self._warn(about_no_plugin(ours[0]))
+        given = {name: next(iter(by_key.values()), None) for name, by_key in annotations.items()}
+        for text in mistaken(given):
+            self._warn(text)
 
     def transition(self, key: Hashable, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         """Note the end of a task; dask calls this six times for each, so it calls little itself."""

@@ -264,7 +264,8 @@ class ToDevice(Registry):
         target = None if on_host else Device(device)
         if (move := thread.move) is not None and move.device is target:
             return move.take(value)  # type: ignore[no-any-return]
-        if target is not None and not nbytes_by_device(value):
+        some = [value] if target is not None else walk.leaves(value)  # to the host, of any number
+        if not any(map(nbytes_by_device, some)):
             return value
         move = Move(target, after, copy=copy)
         return move.run(value)  # type: ignore[no-any-return]

@@ -76,7 +76,7 @@ class Registry(Dispatch):  # type: ignore[misc]
     def __init__(self, name: str, default: Any) -> None:
         super().__init__(name)
         self.__module__ = "dask_devctx.transfer"  # with its name, where pickle finds it
-        self._default = default
+        self._default, self._own = default, dict[Any, Any]()
         self.find = self.remember(self._look_up).__getitem__
         self.every.append(self)
         self.register(object, default)
@@ -94,13 +94,15 @@ class Registry(Dispatch):  # type: ignore[misc]
         """Register a function for a type, or a tuple of types; without one, a decorator."""
         if func is None:
             return functools.partial(self.register, type)
-        registered = super().register(type, func)
+        self._own[type] = func
+        registered = super().register(type, func)  # a tuple's types one by one
         for known in self._caches:
             known.clear()
         return registered
 
     def _look_up(self, kind: type) -> Any:
-        found = self.dispatch(kind)
+        self.dispatch(kind)  # for a library's import alone: its answer for a subclass is for good
+        found = next(self._own[one] for one in kind.__mro__ if one in self._own)
         return None if found is self._default else found
 
 

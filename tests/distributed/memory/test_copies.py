@@ -137,7 +137,7 @@ def test_each_spelling_means_bytes_of_a_device(given: Any, nbytes: int | None) -
         assert DevicePlugin().options.device_memory_limit == option
 
 
-@pytest.mark.parametrize("given", [True, -1, 8, 1.5, "all", "-1 GiB", [1], float("nan")])
+@pytest.mark.parametrize("given", [True, -1, 8, 1.5, "all", "-1 GiB", [1], float("nan"), "1e999"])
 def test_other_values_are_refused(given: Any) -> None:
     with pytest.raises(ValueError, match=r"device_memory_limit must be 'auto', a fraction"):
         DevicePlugin(device_memory_limit=given)
