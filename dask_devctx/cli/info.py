@@ -17,7 +17,7 @@ from dask_devctx.driver.backends import Backend, environment
 from dask_devctx.errors import DevctxError, counted, nbytes_text
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.pass_context
 def info(context: click.Context) -> None:
     """Show the GPUs, their peer access, the hidden GPUs, and problems.
@@ -34,9 +34,6 @@ def info(context: click.Context) -> None:
         noun = "simulated device" if backend.simulated else noun
         found = discovery.inventory(backend)
         problems += found.problems
-        if not found.devices and not problems:
-            hidden = f", {len(found.hidden)} are hidden" if found.hidden else ""
-            problems.append(f"CUDA_VISIBLE_DEVICES={visible!r} shows no device{hidden}")
         rows = [_row(one, discovery.memory_info(backend, one)) for one in found.devices]
         if rows:
             number = backend.driver().version()

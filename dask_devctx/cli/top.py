@@ -36,7 +36,6 @@ _HEARTBEAT_S: Final = 1.0
 
 @click.command(
     "top",
-    context_settings={"help_option_names": ["-h", "--help"]},
     epilog="""\b
 Examples:
   dask devctx top tcp://scheduler:8786
@@ -80,7 +79,7 @@ def top(
     try:
         connected = Client(timeout=timeout, set_as_default=False, **where)
     except (OSError, TimeoutError, ValueError) as why:
-        raise click.ClickException(f"no scheduler at {address or scheduler_file}: {why}") from why
+        raise click.ClickException(f"no scheduler at {scheduler_file or address}: {why}") from why
     with connected as client:
         try:
             with suppress(KeyboardInterrupt):
@@ -108,7 +107,7 @@ def _as_text(address: str, before: Moment, now: Moment, sort: str | None) -> str
     # A pipe has no width.
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     table = aligned(("device", *_COLUMNS), cells(devices, _COLUMNS)).splitlines()
-    lines = [f"{address}: {len(devices)} devices of {workers}, {speed:.0f} tasks/s"]
+    lines = [f"{address}: {counted(len(devices), 'device')} of {workers}, {speed:.0f} tasks/s"]
     lines += [line[:width] for line in table]
     elapsed_s = now.at - before.at
     rates = {way: (n - before.moved.get(way, 0)) / elapsed_s for way, n in now.moved.items()}

@@ -150,5 +150,4 @@ worker = _Command(
     params=sorted(_parameters(), key=lambda one: _ORDER.get(str(one.name), len(_ORDER))),
     help=_HELP,
     epilog=_EXAMPLES,
-    context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -109,11 +109,13 @@ def _discover(backend: Backend, visible: str | None, order: str | None) -> Inven
             f"all after it: {rule.reason}"
         )
     whole = [info for info, mig in gpus if mig is None]
-    for info, mig in gpus:
-        if mig is not None and whole:
-            problems.append(f"{info.uuid} is in MIG mode: it is hidden beside whole GPUs")
     usable = whole + [info for _, mig in gpus for info in mig or ()]
     seen = {info.uuid for info in shown}
+    beside = any(info.uuid in seen for info in whole)
+    for info, mig in gpus:
+        if mig is not None and (beside or not mig):
+            why = "it is hidden beside whole GPUs" if mig else "it has no instance"
+            problems.append(f"{info.uuid} is in MIG mode: {why}")
     hidden = tuple(info for info in usable if info.uuid not in seen)
     return Inventory(shown, hidden, visible, tuple(problems), lost)
 

@@ -71,7 +71,8 @@ _BY_OWNER: Final = {
     "distributed.protocol.serialize:": "dask_deserialize._lookup dask_serialize._lookup Serialized",
     "distributed.shuffle._exceptions:": "P2PConsistencyError",
     "distributed.shuffle._rechunk:ArrayRechunkRun.": (
-        "_receive add_partition barrier close get_output_partition inputs_done offload send"
+        "_receive add_partition barrier close get_output_partition inputs_done offload "
+        "raise_if_closed send"
     ),
     "distributed.shuffle._core:": "barrier_key id_from_key",
     "distributed.shuffle._rechunk:": "rechunk_unpack",
@@ -79,13 +80,13 @@ _BY_OWNER: Final = {
     "distributed.shuffle._worker_plugin:ShuffleWorkerPlugin.": (
         "get_or_create_shuffle get_shuffle_run"
     ),
-    "distributed.worker:Worker.": "batched_send execute gather_dep",
+    "distributed.worker:Worker.": "batched_send execute gather_dep handle_stimulus",
     "distributed.worker:": "get_data_from_worker",
     "distributed.worker_state_machine:WorkerState.": (
         "_handle_event _transition_generic_error _TRANSITIONS_TABLE"
     ),
     "distributed.scheduler:Scheduler.": (
-        "coerce_address coerce_hostname get_comm_cost register_scheduler_plugin "
+        "coerce_address coerce_hostname get_comm_cost is_rootish register_scheduler_plugin "
         "register_worker_plugin send_all transitions valid_workers"
     ),
     "distributed.scheduler:TaskState.": (
@@ -107,10 +108,10 @@ ON_A_WORKER, ON_A_SCHEDULER = (
         "handlers[actor_attribute] handlers[actor_execute] handlers[get_data] handlers[run] "
         "handlers[run_coroutine] memory_manager.data memory_manager.memory_limit metrics nanny "
         "periodic_callbacks[heartbeat] state.actors state.data state.executing state.ready "
-        "state.transfer_message_bytes_limit stream_handlers[close] stream_handlers[free-keys] "
-        "stream_handlers[remove-worker] transfer_outgoing_count",
+        "state.transfer_message_bytes_limit state.waiting stream_handlers[close] "
+        "stream_handlers[free-keys] stream_handlers[remove-worker] transfer_outgoing_count",
         "handlers handlers[processing] handlers[unregister] host_info "
-        "rpc running stream_comms stream_handlers[task-erred] worker_plugins",
+        "rpc running stream_comms stream_handlers[task-erred] total_nthreads worker_plugins",
     )
 )
 
