@@ -14,7 +14,7 @@ from typing import Any
 import dask
 import psutil
 import pytest
-from distributed import Client, Status, Worker
+from distributed import Client, Worker
 from distributed.utils_test import poll_for
 
 from dask_devctx import (
@@ -140,8 +140,7 @@ def test_scaling() -> None:
         cluster.scale(4)
         client.wait_for_workers(4, timeout=10)
         client.retire_workers([cluster.workers[0].address])
-        poll_for(lambda: cluster.workers[0].status is Status.closed, timeout=10)
-        cluster.scale(4)
+        cluster.scale(4)  # while it may still be closing
         client.wait_for_workers(4, timeout=10)
         assert submit_on(client, 3, here, pure=False).result(10) == 3  # not announced yet, maybe
         until_there_are(cluster, 4)
@@ -261,7 +260,7 @@ def test_the_next_cluster_gets_the_rest(
             {},
             (0, 1, 2, 3),
             r"wants 1 device for itself, and cuda:0 is held by pid .*; cuda:3 is held by pid .*, "
-            r"worker 3 of tcp://127.0.0.1:45861. No device is free. Close the cluster .*"
+            r"worker 3 of tcp://127.0.0.1:45861. No device is free: close the cluster .*"
             r"\(cluster.close\(\), or client.shutdown\(\)\), or use the same devices: shared=True "
             r"\(--shared\)",
         ),
