@@ -11,7 +11,7 @@ from html import escape
 from textwrap import wrap
 from typing import Any, Final
 
-from distributed import Client, Scheduler, Worker
+from distributed import Client, Scheduler, Status, Worker
 from distributed.deploy import Cluster
 
 from dask_devctx.client import live
@@ -91,6 +91,8 @@ class Report(list[ReportedTask]):
         The reason why a worker did not answer, by its address. The other attributes lack it.
     waiting
         The number of tasks that no worker has yet, because all have enough or none is suitable.
+    paused
+        The workers that dask paused, since their host memory is nearly full.
     seceded
         The number of tasks that run and hold no slot: they seceded, or wait for tasks.
     failures
@@ -106,6 +108,7 @@ class Report(list[ReportedTask]):
     without_device: Sequence[ReportedTask] = field(default_factory=list)
     hosted: int = 0
     waiting: int = 0
+    paused: Sequence[str] = ()
     seceded: int = 0
     failures: Sequence[str] = ()
 
@@ -167,7 +170,7 @@ def report(client: Client | Cluster) -> Report:
 
 
 async def _report(client: Client) -> Report:
-    waiting, failures, mute = await client.run_on_scheduler(_of_scheduler)
+    waiting, paused, failures, mute = await client.run_on_scheduler(_of_scheduler)
     # A worker that restarts, or has another version of this package, must not hide the others.
     there = [worker for worker, why in mute.items() if why is None]
     said = mute | await client.run(_of_worker, workers=there, on_error="return")
@@ -188,13 +191,14 @@ async def _report(client: Client) -> Report:
         without_device=[task for task in tasks if task.uuid is None],
         hosted=sum(one["without_device"] for _, one in found),
         waiting=waiting,
+        paused=paused,
         seceded=sum(one["seceded"] for _, one in found),
         failures=failures,
     )
 
 
-async def _of_scheduler(dask_scheduler: Scheduler) -> tuple[int, list[str], dict[str, Any]]:
-    """Return the tasks on no worker, the failures, and why each worker does not answer, or None."""
+async def _of_scheduler(dask_scheduler: Scheduler) -> tuple[int, list[str], list[str], Any]:
+    """Return tasks on no worker, paused workers, failures, and why each is silent, or None."""
     workers = [*dask_scheduler.workers]
     asking = (ask(dask_scheduler, one, "echo") for one in workers)
     mute = await asyncio.gather(*asking, return_exceptions=True)
@@ -202,7 +206,8 @@ async def _of_scheduler(dask_scheduler: Scheduler) -> tuple[int, list[str], dict
     incidents = () if history is None else (row for _, row in history.rows().rows)
     failures = [one.text for one in incidents if isinstance(one, Incident) and one.what == ACTION]
     waiting = len(dask_scheduler.queued) + len(dask_scheduler.unrunnable)
-    return waiting, failures, dict(zip(workers, mute, strict=True))
+    paused = [w for w, ws in dask_scheduler.workers.items() if ws.status is Status.paused]
+    return waiting, paused, failures, dict(zip(workers, mute, strict=True))
 
 
 def _tasks(rows: Sequence[Sequence[Any]], worker: str) -> list[ReportedTask]:
@@ -240,6 +245,8 @@ def _below(report: Report) -> Iterator[str]:
     """Yield the lines below the table."""
     if report.waiting:
         yield f"on no worker yet: {counted(report.waiting, 'task')}"
+    if report.paused:
+        yield f"paused by dask, as host memory is nearly full: {', '.join(report.paused)}"
     if report.seceded:
         yield f"seceded, such as tasks that wait for tasks: {report.seceded}"
     if report.hosted:

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import dask
 import pytest
-from distributed import Client, Event, LocalCluster, Scheduler, Worker, secede, wait
+from distributed import Client, Event, LocalCluster, Scheduler, Status, Worker, secede, wait
 from distributed.comm.registry import backends
 from distributed.comm.tcp import TCPBackend, TCPConnector, TCPListener
 from distributed.utils_test import gen_test, poll_for
@@ -191,6 +191,9 @@ def test_a_cluster_without_the_plugin_has_nothing_to_report() -> None:
         with pytest.raises(DeviceNotFoundError):
             client.register_plugin(DevicePlugin(devices=[9]))
         (address,) = found.workers
+        client.cluster.scheduler.workers[address].status = Status.paused
+        assert f"\npaused by dask, as host memory is nearly full: {address}" in str(report(client))
+        client.cluster.scheduler.workers[address].status = Status.running
         without = f"\nwith the plugin and without devices: {address}"
         assert str(report(client)).endswith(without)
         client.register_plugin(DevicePlugin())
