@@ -358,7 +358,7 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
             yield f"{nbytes_text(self.requested_nbytes)} more asked for"
         if self.free_nbytes is not None and self.total_nbytes is not None:
             free, total = nbytes_text(self.free_nbytes), nbytes_text(self.total_nbytes)
-            yield f"with the task's memory given back, {free} of {total} are free"
+            yield f"once it ended, {free} of {total} are free"
         if held := [(pid, nbytes) for pid, nbytes in self.holders if nbytes != 0]:
             unknown = "an unknown amount"
             who = {p: "this worker" if p == self.pid else f"process {p}" for p, _ in held}

@@ -45,18 +45,17 @@ CASES = {
     errors.DeviceOutOfMemoryError(
         "cuda:1", "GPU-b", 2**31, 2**30, 2**34, [(7, 2**33), (8, None), (9, 0)], 2, pid=7
     ): "cuda:1 (GPU-b) has not enough memory; the task ran 2 times (2.0 GiB more asked for; "
-    "with the task's memory given back, 1.0 GiB of 16.0 GiB are free; held by this worker 8.0 "
-    "GiB, process 8 an unknown amount). Make the task's parts smaller or its inputs fewer, or keep "
-    "less there",
+    "once it ended, 1.0 GiB of 16.0 GiB are free; held by this worker 8.0 GiB, process 8 an "
+    "unknown amount). Make the task's parts smaller or its inputs fewer, or keep less there",
     errors.DeviceOutOfMemoryError(
         "cuda:1", "GPU-b", None, 2**34 - 2**28, 2**34
-    ): "cuda:1 (GPU-b) has not enough memory; the task ran once (with the task's memory given "
-    "back, 15.8 GiB of 16.0 GiB are free). Make the task's parts smaller or its inputs fewer, run "
+    ): "cuda:1 (GPU-b) has not enough memory; the task ran once (once it ended, 15.8 GiB of "
+    "16.0 GiB are free). Make the task's parts smaller or its inputs fewer, run "
     "fewer tasks there at a time (tasks_per_device, if it is above 1), or keep less there",
     errors.DeviceOutOfMemoryError(
         "cuda:1", "GPU-b", 300_000_000, 2**26, 2**26
-    ): "cuda:1 (GPU-b) has not enough memory; the task ran once (286.1 MiB more asked for; with "
-    "the task's memory given back, 64.0 MiB of 64.0 MiB are free). The task asks for more than the "
+    ): "cuda:1 (GPU-b) has not enough memory; the task ran once (286.1 MiB more asked for; once "
+    "it ended, 64.0 MiB of 64.0 MiB are free). The task asks for more than the "
     "device has: make the task's parts smaller",
     errors.DriverUnavailableError(
         "there is no driver", "Install it"

@@ -93,6 +93,8 @@ class Report(list[ReportedTask]):
         The number of tasks that no worker has yet, because all have enough or none is suitable.
     paused
         The workers that dask paused, since their host memory is nearly full.
+    on_disk
+        The bytes of values that dask wrote to disk, for the same reason.
     seceded
         The number of tasks that run and hold no slot: they seceded, or wait for tasks.
     failures
@@ -109,6 +111,7 @@ class Report(list[ReportedTask]):
     hosted: int = 0
     waiting: int = 0
     paused: Sequence[str] = ()
+    on_disk: int = 0
     seceded: int = 0
     failures: Sequence[str] = ()
 
@@ -170,7 +173,7 @@ def report(client: Client | Cluster) -> Report:
 
 
 async def _report(client: Client) -> Report:
-    waiting, paused, failures, mute = await client.run_on_scheduler(_of_scheduler)
+    facts, mute = await client.run_on_scheduler(_of_scheduler)
     # A worker that restarts, or has another version of this package, must not hide the others.
     there = [worker for worker, why in mute.items() if why is None]
     said = mute | await client.run(_of_worker, workers=there, on_error="return")
@@ -190,24 +193,26 @@ async def _report(client: Client) -> Report:
         [ReportedTransfer(**row, worker=w) for w, row in transfers],
         without_device=[task for task in tasks if task.uuid is None],
         hosted=sum(one["without_device"] for _, one in found),
-        waiting=waiting,
-        paused=paused,
         seceded=sum(one["seceded"] for _, one in found),
-        failures=failures,
+        **facts,
     )
 
 
-async def _of_scheduler(dask_scheduler: Scheduler) -> tuple[int, list[str], list[str], Any]:
-    """Return tasks on no worker, paused workers, failures, and why each is silent, or None."""
+async def _of_scheduler(dask_scheduler: Scheduler) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return fields of the report, and the reason why each worker does not answer, or None."""
     workers = [*dask_scheduler.workers]
     asking = (ask(dask_scheduler, one, "echo") for one in workers)
     mute = await asyncio.gather(*asking, return_exceptions=True)
     history = DeviceHistory.of(dask_scheduler)
     incidents = () if history is None else (row for _, row in history.rows().rows)
-    failures = [one.text for one in incidents if isinstance(one, Incident) and one.what == ACTION]
-    waiting = len(dask_scheduler.queued) + len(dask_scheduler.unrunnable)
-    paused = [w for w, ws in dask_scheduler.workers.items() if ws.status is Status.paused]
-    return waiting, paused, failures, dict(zip(workers, mute, strict=True))
+    there = dask_scheduler.workers.values()
+    facts = {
+        "waiting": len(dask_scheduler.queued) + len(dask_scheduler.unrunnable),
+        "paused": [one.address for one in there if one.status is Status.paused],
+        "on_disk": sum(one.memory.spilled for one in there),
+        "failures": [o.text for o in incidents if isinstance(o, Incident) and o.what == ACTION],
+    }
+    return facts, dict(zip(workers, mute, strict=True))
 
 
 def _tasks(rows: Sequence[Sequence[Any]], worker: str) -> list[ReportedTask]:
@@ -257,6 +262,8 @@ def _below(report: Report) -> Iterator[str]:
         away, back = nbytes_text(total.spilled_nbytes), nbytes_text(total.unspilled_nbytes)
         values = counted(total.spills, "value")
         yield f"spilled: {away} in {values}; restored: {back} in {total.unspills}"
+    if report.on_disk:
+        yield f"on disk, as host memory is nearly full: {nbytes_text(report.on_disk)}"
     for worker, reason in report.silent.items():
         yield f"no answer from {worker}: {reason}"
     without = [worker for worker, runs in report.workers.items() if not runs]

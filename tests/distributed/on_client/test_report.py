@@ -194,6 +194,7 @@ def test_a_cluster_without_the_plugin_has_nothing_to_report() -> None:
         client.cluster.scheduler.workers[address].status = Status.paused
         assert f"\npaused by dask, as host memory is nearly full: {address}" in str(report(client))
         client.cluster.scheduler.workers[address].status = Status.running
+        assert "\non disk, as host memory is nearly full: 1.0 MiB" in str(Report(on_disk=2**20))
         without = f"\nwith the plugin and without devices: {address}"
         assert str(report(client)).endswith(without)
         client.register_plugin(DevicePlugin())
