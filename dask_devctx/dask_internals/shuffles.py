@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 from weakref import WeakValueDictionary
 
 from distributed import Scheduler, Status, Worker
@@ -38,15 +38,6 @@ class Held(NamedTuple):
     library: str
     dtype: Any
     shape: tuple[int, ...]
-
-
-class Keeper(Protocol):
-    """Keeps the blocks of a worker for its runs, as ``worker.rechunks.Rechunks`` says."""
-
-    def keep(self, run: DeviceRechunk, index: Index, block: Any) -> Held | None: ...
-    async def lead_outputs(self, run: DeviceRechunk) -> None: ...
-    def output(self, run: DeviceRechunk, index: Index) -> Any: ...
-    def pieces(self, run: DeviceRechunk, asked: Sequence[Index]) -> Any: ...
 
 
 class DeviceRechunk(_rechunk.ArrayRechunkRun):  # type: ignore[misc]
@@ -153,7 +144,7 @@ class DeviceRechunk(_rechunk.ArrayRechunkRun):  # type: ignore[misc]
 
 
 _newest: WeakValueDictionary[tuple[str, str], DeviceRechunk] = WeakValueDictionary()
-_keepers: dict[str, Keeper] = {}
+_keepers: dict[str, Any] = {}  # `worker.rechunks.Rechunks` by the worker's address
 
 
 def _open_run(address: str, shuffle: str, number: int | None = None) -> DeviceRechunk | None:
@@ -184,7 +175,7 @@ _REPLACED: Final = (
 
 
 @contextmanager
-def rechunking(worker: Worker, keeper: Keeper) -> Iterator[None]:
+def rechunking(worker: Worker, keeper: Any) -> Iterator[None]:
     """While it is open, a worker's P2P rechunks keep blocks on devices there."""
     address = worker.address
 

@@ -191,9 +191,8 @@ class DeviceThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Run a call before all waiting tasks."""
-        future: Future[Any]
         try:
-            future = super().submit(fn, *args, **kwargs)
+            future: Future[Any] = super().submit(fn, *args, **kwargs)
         except RuntimeError:  # the pool is shut down. A thread that rejoins calls this too
             with self._rejoin_lock:
                 rejoining = self._rejoin_list[:]
@@ -205,6 +204,8 @@ class DeviceThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
                 raise
             future = Future()
             future.set_result(None)
+        if has_seceded():  # it rejoins
+            self.queue.rejoined()
         return future
 
     def submit_task(

@@ -66,7 +66,7 @@ class _OnDevices:
     def __getattr__(self, name: str) -> Any:
         actor = self._actor
         if not callable(getattr(type(actor), name, None)):  # a property may compute
-            return self._method(getattr)(((actor, name), {}))
+            return self._method(partial(getattr, actor, name))(((), {}))
         method = getattr(actor, name)
         call: Callable[..., Any]
         if inspect.iscoroutinefunction(method):

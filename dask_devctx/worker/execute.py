@@ -69,11 +69,9 @@ class Runs:
         self._record = record
         self._actors = actors
         self._pools = pools
-        self.loop = worker.loop
         self._worker = worker
         self._unannotated = options.unannotated
         self._failure = failure  # why the worker does not have the devices
-        self.slot = self.admission.slot
         self._uuids = {device: device.uuid for device in placement.devices}
 
     def begin(self, ts: Any) -> DeviceRun | HostRun | Refused | None:
@@ -139,7 +137,7 @@ class Runs:
             run.is_plain = False
             run.share = placement.share_of(wanted, devices[0])
             run.nbytes = wanted.nbytes or 0
-            run.slots = run.share / self.slot
+            run.slots = run.share / self.admission.slot
         if key in self._actors:
             self._actors.devices[ts] = devices
         # Nothing fails from here on: what is counted now is counted until its end.

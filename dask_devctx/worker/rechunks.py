@@ -260,6 +260,9 @@ class Rechunks:
     def _moved(self, arrived: Arrived, sizes: Any, device: Device) -> Any:
         """Return a run of bytes on the current device."""
         packed, source = arrived.packed, device_of(arrived.packed)
+        if packed.__class__ is Value:  # in host memory: this device was full
+            form, spill = packed.host_form(), self._store.spill  # type: ignore[union-attr]
+            return spill.allocated(device, form.nbytes, lambda: form.on_device(device))[0]
         if source is None or source is device:
             return packed
         begun = time.time()

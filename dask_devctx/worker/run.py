@@ -100,7 +100,7 @@ class DeviceRun(_Run, Claim, Guard):
         # as those of its bases, which would be another call for each task
         self.key = ts.key
         self.devices = devices
-        self.share = runs.slot
+        self.share = runs.admission.slot
         self.priority = priority
         self.runs = runs
         self.monitor = runs.monitor
@@ -114,7 +114,7 @@ class DeviceRun(_Run, Claim, Guard):
 
     def seceded(self) -> None:
         self.aside, self.until = True, 0.0  # it may wait for others, which have its turn now
-        self.runs.loop.add_callback(self.runs.placement.remove, self)
+        self.monitor.worker.loop.add_callback(self.runs.placement.remove, self)
 
     async def _await(self, data: Any) -> Any:
         admission = self.runs.admission

@@ -39,11 +39,7 @@ class OpenedBuffers:
 
     def __init__(self) -> None:
         self._opening = threading.Lock()  # others read buffers that are open meanwhile
-        self._opened: dict[tuple[str, bytes, Device], Opened] = {}
-
-    def has(self, owner: str, handle: bytes, device: Device) -> bool:
-        """Return whether a buffer is open on a device."""
-        return (owner, handle, device) in self._opened
+        self.opened: dict[tuple[str, bytes, Device], Opened] = {}
 
     def get(self, owner: str, handle: bytes, device: Device) -> Opened:
         """Return another process's buffer, open on the current device while its reader has it.
@@ -51,11 +47,11 @@ class OpenedBuffers:
         Raise `DriverError` if it cannot be opened here.
         """
         name = owner, handle, device
-        if (found := self._opened.get(name)) is not None:
+        if (found := self.opened.get(name)) is not None:
             return found
         with self._opening:
-            if (found := self._opened.get(name)) is None:
-                found = self._opened[name] = Opened(device, handle)
+            if (found := self.opened.get(name)) is None:
+                found = self.opened[name] = Opened(device, handle)
         return found
 
     def close(self, owner: str | None = None, handles: Collection[bytes] | None = None) -> bool:
@@ -65,8 +61,8 @@ class OpenedBuffers:
         """
         with self._opening:
             closed = [
-                weakref.ref(self._opened.pop(name))
-                for name in tuple(self._opened)
+                weakref.ref(self.opened.pop(name))
+                for name in tuple(self.opened)
                 if owner in (None, name[0]) and (handles is None or name[1] in handles)
             ]
         return all(opened() is None for opened in closed)
@@ -122,5 +118,5 @@ class Receiving:
     def is_quick(self) -> bool:
         """Return whether :meth:`start` needs no call that may take milliseconds."""
         # No reader waits for the end of a capture there.
-        handle = self._header.handle
-        return not is_captured(self.device) and self._buffers.has(self._owner, handle, self.device)
+        name = self._owner, self._header.handle, self.device
+        return not is_captured(self.device) and name in self._buffers.opened

@@ -27,9 +27,6 @@ _REMEMBERED: Final = 64
 _PATIENCE_S: Final = 60.0
 _LONGER: Final = 10
 
-# A task and a device to which it gave work.
-Suspect = tuple[Hashable, Device]
-
 
 class Call:
     """A call of a task, of an actor's method, or of another function, on its devices."""
@@ -83,8 +80,8 @@ class Calls:
         """Return the running calls, of one device or of all."""
         return [one for one in tuple(self.running) if device is None or device in one.devices]
 
-    def suspects(self, device: Device | None = None) -> list[Suspect]:
-        """Return all suspects, of one device or of all: running tasks first, then latest first."""
+    def suspects(self, device: Device | None = None) -> list[tuple[Hashable, Device]]:
+        """Return suspects, tasks and the device that each gave work: running, then latest first."""
         every = [(one.key, on) for one in tuple(self.running) for on in one.devices]
         for work in tuple(self.works.values()):
             every += [(key, work.device) for _, key in reversed(tuple(work.left))]

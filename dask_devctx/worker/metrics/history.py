@@ -7,8 +7,8 @@ rows since a number, and learn how many rows are lost.
 
 from __future__ import annotations
 
-import itertools
 import time
+import uuid
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final
 
@@ -21,8 +21,6 @@ from dask_devctx.scheduler.rows import KINDS
 _SAMPLES: Final = 1200
 # Clocks that differ by less are taken for equal.
 CLOCKS_DIFFER_S: Final = 1.0
-# The number of the next epoch in this process.
-_epochs = itertools.count()
 
 
 class History:
@@ -38,7 +36,7 @@ class History:
         self.samples = Ring(min(_SAMPLES, limit) * len(devices))
         self.refresh: Callable[[], object] = lambda: None  # it may add rows before an answer
         self._offset = offset
-        self._epoch = f"{time.time()}-{next(_epochs)}"
+        self._epoch = uuid.uuid4().hex
 
     def now(self, at: float | None = None) -> float:
         """Return the time, or this one, by the scheduler's clock."""

@@ -110,6 +110,22 @@ class DeviceState:
         if (claim := self.running.get(threading.get_ident())) is not None:
             self.admission.give_up(claim, keeps_thread=False)
 
+    def rejoined(self) -> None:
+        """Let this thread's task have that again at once, also beyond what is free."""
+        with self.admission.lock:
+            claim = self.running.get(threading.get_ident())
+            if claim is not None and not claim.held:
+                claim.given, claim.held = False, True
+                for one in map(self.admission.states.__getitem__, claim.devices):
+                    one.holding.append(claim)
+                    one.free -= claim.share
+                    one.free_nbytes -= claim.nbytes
+
+    def start_threads(self) -> None:
+        """Let the calls that are ready have threads beside those of running tasks."""
+        runs = (*self.running.values(),)  # at once: a call that ends takes itself out
+        self.grow(len(self.ready) + sum(run.held or run.given for run in runs))
+
 
 class Admission:
     """Decides which tasks of one worker may start on its devices; thread-safe.
@@ -159,8 +175,7 @@ class Admission:
     def late(self, since: float) -> list[Claim]:
         """Return claims that wait since before a moment and could be anywhere, the last first."""
         with self.lock:
-            if self._several:
-                self._look_at_all()  # one that was cancelled since holds up others no more
+            self._look_at_all()  # one that was cancelled since holds up others no more
             every = [one for state in self.states.values() for one in state.waiting]
         claims = [claim for _, _, claim in sorted(every, reverse=True)]
         return [one for one in claims if one.waits and one.anywhere and one.placed_at < since]
@@ -182,6 +197,9 @@ class Admission:
         """Release what a claim holds while its task goes on: it seceded, or others may run."""
         claim.given = keeps_thread
         self.release(claim)
+        if keeps_thread:  # it may have rejoined on the thread of a call that was ready
+            with self.lock:
+                self.states[claim.devices[0]].start_threads()
         claim.seceded()
 
     def waiting_for(self, device: Device) -> int:
@@ -243,5 +261,4 @@ class Admission:
         first.ready.append(claim.call)
         first.changed.notify()
         if len(first.ready) + len(first.running) > first.threads:
-            runs = (*first.running.values(),)  # at once: a call that ends takes itself out
-            first.grow(len(first.ready) + sum(run.held or run.given for run in runs))
+            first.start_threads()

@@ -75,8 +75,9 @@ class Account:
     def reasons(self) -> dict[str, int]:
         """Return the bytes of the values that cannot be spilled now, by reason."""
         found: Counter[str] = Counter()
-        for memory, entries in self.blocks.items():
-            values = [*_living(entries)]
+        with self.changed:
+            blocks = [(memory, [*_living(some)]) for memory, some in self.blocks.items()]
+        for memory, values in blocks:
             if any(value.pins for value in values):
                 found["in use by running tasks"] += memory.nbytes
             elif kinds := {type(one.value).__qualname__ for one in values if one.stays}:

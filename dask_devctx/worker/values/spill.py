@@ -450,18 +450,13 @@ class Spill:
                     return
             sleep(_POLL_S)
 
-    def staying(self, device: Device) -> dict[str, int]:
-        """Return the bytes of the values that cannot leave a device now, by reason."""
-        with self.lock:
-            return self.accounts[device].reasons()
-
     def stock(
         self, device: Device, stayed: Mapping[str, int] | None
     ) -> tuple[int | None, dict[str, int]]:
         """Return a device's limit, and the bytes by the reason why they stayed, or now stay."""
         if (limit := self.accounts[device].counts.limit) is None:
             return None, {}
-        found = dict(stayed or self.staying(device))
+        found = dict(stayed or self.accounts[device].reasons())
         if beside := self.beside(device):
             found["of copies, and of transfers between workers"] = beside
         return limit, found

@@ -171,7 +171,7 @@ class Use:
                 self._store.copies.used(self._copies, devices[0], work)
             self._copies = []
         if error is not None and devices and is_out_of_memory(error):
-            self._run.stayed = spill.staying(devices[0])
+            self._run.stayed = spill.accounts[devices[0]].reasons()
         if self._pinned:
             spill.unpin(self._pinned.values())
             self._pinned = {}

@@ -118,6 +118,8 @@ async def readable(values: Iterable[Value]) -> None:
 @dask_serialize.register(Value)  # type: ignore[untyped-decorator]
 def _to_disk(value: Value) -> tuple[dict[str, Any], list[Any]]:
     form = value.host_form()
+    if value.copies:  # they keep it, and nobody finds it any more
+        value.spill.copies.drop_later(value)
     return {"value": pickle.dumps((value.key, form.about, form.home.uuid))}, form.frames
 
 

@@ -147,7 +147,7 @@ def test_a_buffer_is_closed_while_it_is_opened(
         assert opened_and_closed(machine) == (1, 0)
         del opened
         assert opened_and_closed(machine) == (1, 1)
-        assert not buffers.has("peer", handle, device)
+        assert ("peer", handle, device) not in buffers.opened
 
 
 def test_values_are_read_from_a_buffer_that_is_opened_once(
