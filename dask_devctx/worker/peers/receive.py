@@ -26,8 +26,6 @@ from dask_devctx.worker.values.value import Value
 
 logger = logging.getLogger(__name__)
 
-Message = dict[str, Any]
-
 
 class ReadThroughHostError(CommClosedError):  # type: ignore[misc]
     """Values cannot be read from staging memory, and are to be asked for again."""
@@ -42,7 +40,7 @@ async def ask(
     who: str | None = None,
     serializers: Any = None,
     deserializers: Any = None,
-) -> Message:
+) -> dict[str, Any]:
     """Return another worker's answer to a request for values, with all that it staged.
 
     If the answer cannot be completed, its connection is closed.
@@ -60,7 +58,7 @@ async def ask(
         comm = await rpc.connect(worker)
         try:
             await comm.write(request, serializers=serializers or rpc.serializers, on_error="raise")
-            msg: Message = await comm.read(deserializers=deserializers)
+            msg: dict[str, Any] = await comm.read(deserializers=deserializers)
             if msg["status"] == "OK":
                 await _complete(local, worker, comm, msg)
                 if not isinstance(local.worker.data, Store):  # the plugin was removed meanwhile
@@ -104,7 +102,7 @@ async def ask(
         local.under_way -= 1
 
 
-def _could_not_be_sent(address: str, msg: Message) -> Any:
+def _could_not_be_sent(address: str, msg: dict[str, Any]) -> Any:
     """Return the error of a worker that was asked; what a device there raised passes."""
     _, error, _ = clean_exception(**msg)
     if isinstance(error, DriverError) and not is_out_of_memory(error):
@@ -112,7 +110,7 @@ def _could_not_be_sent(address: str, msg: Message) -> Any:
     return error or CommClosedError(f"{address} could not send values")
 
 
-async def _complete(local: PeerTransfers, address: str, comm: Any, msg: Message) -> None:
+async def _complete(local: PeerTransfers, address: str, comm: Any, msg: dict[str, Any]) -> None:
     """Put the values of an answer together; on `CommClosedError`, dask asks again, or another."""
     if STAGED not in msg:
         return

@@ -217,8 +217,8 @@ def arrived(about: About, frames: list[Any]) -> Any:
     except Exception as error:
         if isinstance(error, DriverUnavailableError) or is_out_of_memory(error):
             error.add_note(
-                "The process that gets the value has no room for it on a GPU. A client gets values "
-                'in host memory by client.gather(client.map(to_device, futures, device="cpu"))'
+                "The process that gets the value has no GPU, or no room there. Get values in "
+                'host memory by client.gather(client.map(to_device, futures, device="cpu"))'
             )
         raise
     wait_for(stamp)  # any thread may use it next
