@@ -91,14 +91,14 @@ class Report(list[ReportedTask]):
         The reason why a worker did not answer, by its address. The other attributes lack it.
     waiting
         The number of tasks that no worker has yet, because all have enough or none is suitable.
-    paused
-        The workers that dask paused, since their host memory is nearly full.
-    on_disk
-        The bytes of values that dask wrote to disk, for the same reason.
     seceded
         The number of tasks that run and hold no slot: they seceded, or wait for tasks.
     failures
         The latest failures of devices, each as a text, also of workers that left.
+    paused
+        The workers that dask paused, since their host memory is nearly full.
+    on_disk
+        The bytes of values that dask wrote to disk, for the same reason.
     """
 
     tasks: InitVar[Sequence[ReportedTask]] = ()
@@ -110,10 +110,10 @@ class Report(list[ReportedTask]):
     without_device: Sequence[ReportedTask] = field(default_factory=list)
     hosted: int = 0
     waiting: int = 0
-    paused: Sequence[str] = ()
-    on_disk: int = 0
     seceded: int = 0
     failures: Sequence[str] = ()
+    paused: Sequence[str] = ()
+    on_disk: int = 0
 
     def __post_init__(self, tasks: Sequence[ReportedTask]) -> None:
         super().__init__(tasks)

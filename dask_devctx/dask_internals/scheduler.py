@@ -232,8 +232,6 @@ class WatchedCluster(LocalCluster):  # type: ignore[misc]
         await self._scheduler_runs()
 
     async def _correct_state_internal(self) -> None:
-        leaving = (Status.closing_gracefully, Status.closing)
-        await asyncio.gather(*(o.finished() for o in self.workers.values() if o.status in leaving))
         closed = [n for n, one in self.workers.items() if one.status is Status.closed]
         for name in closed:  # dask counts them as there, such as the nanny of a retired worker
             del self.workers[name]

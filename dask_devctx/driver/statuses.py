@@ -41,8 +41,8 @@ GONE: Final[Mapping[int, str]] = {
     999: "CUDA_ERROR_UNKNOWN",
 }
 
-# These failures are of the hardware. No task can cause them.
-HARDWARE: Final = frozenset({214, 220, 226})
+# These failures are of the hardware, or of MPS. No task can cause them.
+HARDWARE: Final = frozenset({214, 220, 226, 805, 806})
 
 OUT_OF_MEMORY: Final = 2
 NOT_INITIALIZED: Final = 3

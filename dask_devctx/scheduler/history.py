@@ -147,7 +147,7 @@ class DeviceHistory:
     async def collect(self) -> list[str]:
         """Collect the rows of all workers once, now; return the addresses of those not heard."""
         if self._asking:  # these answers may be from before
-            await asyncio.wait(self._asking.values())
+            await asyncio.wait(self._asking.values(), timeout=1)
         self._look_now()
         if asking := dict(self._asking):
             await asyncio.wait(asking.values())

@@ -49,7 +49,7 @@ def test_statuses_are_the_drivers() -> None:
         assert CUresult(code)
 
 
-@pytest.mark.parametrize("code", sorted(statuses.STICKY | statuses.GONE))
+@pytest.mark.parametrize("code", [*statuses.STICKY, 46, 101, 201, 709, 805, 806, 999])
 def test_every_failure_is_found_by_the_probe(code: int, machine: SimulatedMachine) -> None:
     with Device(0):
         machine.faults.poison(CUresult(code))

@@ -14,7 +14,7 @@ from typing import Any
 import dask
 import psutil
 import pytest
-from distributed import Client, Worker
+from distributed import Client, Status, Worker
 from distributed.utils_test import poll_for
 
 from dask_devctx import (
@@ -140,7 +140,8 @@ def test_scaling() -> None:
         cluster.scale(4)
         client.wait_for_workers(4, timeout=10)
         client.retire_workers([cluster.workers[0].address])
-        cluster.scale(4)  # while it may still be closing
+        poll_for(lambda: cluster.workers[0].status is Status.closed, timeout=10)
+        cluster.scale(4)
         client.wait_for_workers(4, timeout=10)
         assert submit_on(client, 3, here, pure=False).result(10) == 3  # not announced yet, maybe
         until_there_are(cluster, 4)
