@@ -106,7 +106,7 @@ class BytesByDevice(Registry):
 
 
 def _on_one_device(value: Any) -> dict[Device, int]:
-    which = device_of.find(type(value))(value)
+    which = device_of.dispatch(type(value))(value)
     if which is None:
         return {}
     device, nbytes = Device(which), getattr(value, "nbytes", None)

@@ -100,9 +100,12 @@ class Registry(Dispatch):  # type: ignore[misc]
             known.clear()
         return registered
 
+    def dispatch(self, cls: type) -> Any:
+        super().dispatch(cls)  # for a library's import alone: its answer for a subclass is for good
+        return next(self._own[one] for one in cls.__mro__ if one in self._own)
+
     def _look_up(self, kind: type) -> Any:
-        self.dispatch(kind)  # for a library's import alone: its answer for a subclass is for good
-        found = next(self._own[one] for one in kind.__mro__ if one in self._own)
+        found = self.dispatch(kind)
         return None if found is self._default else found
 
 

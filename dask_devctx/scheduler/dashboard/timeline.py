@@ -63,8 +63,7 @@ class Timeline(LanesPlot):
         fresh = [(row, self._slot(row)) for row in tasks]
         self._kept.extend(fresh)
         # With one more slot, all tasks of a lane move.
-        again = sum(map(len, self._slots.values())) != n_slots
-        again |= batch.again
+        again = batch.again or sum(map(len, self._slots.values())) != n_slots
         shown = self._kept if again else fresh
         self._tasks.add((self._task(batch, *one) for one in shown), again=again)
         self._copies.add(_copies(batch), again=batch.again)

@@ -165,9 +165,8 @@ class DeviceLease:
     ) -> DevicesInUseError:
         texts = {d: who.replace(self._of_cluster, " of its own cluster") for d, who in held.items()}
         own = all(who.endswith(self._of_cluster) for who in held.values())
-        return in_use(
-            "; ".join(filter(None, [_lost(), "this worker"])), wanted, free, texts, own=own
-        )
+        who = "; ".join(filter(None, [_lost(), "this worker"]))
+        return in_use(who, wanted, free, texts, own=own)
 
     # -- what the scheduler is told
 
