@@ -203,16 +203,10 @@ def has_dashboard(scheduler: Scheduler) -> bool:
 
 
 class WatchedCluster(LocalCluster):  # type: ignore[misc]
-    """A ``LocalCluster`` whose subclasses are told when its scheduler runs, and when it scales."""
+    """A ``LocalCluster`` whose subclass is told when its scheduler runs, and when it scales."""
 
-    async def _scheduler_runs(self) -> None:
-        """Called when the scheduler runs and there are no workers yet."""
-
-    def _scaling(self) -> AbstractContextManager[None]:
-        """Return a context manager that is open while workers are started and closed."""
-        return nullcontext()
-
-    # -- dask's own
+    # The subclass has `_scheduler_runs`, a coroutine function that is called before there are
+    # workers, and `_scaling`, whose context manager is open while workers are started and closed.
 
     def _update_worker_status(self, op: str, msg: Any) -> None:
         # Some time after a worker was lost, dask closes its nanny if no worker of this name is
