@@ -63,14 +63,6 @@ class Scope(ScopeBase):
         """Return the handle of the context to make current, and keep it in ``_handle``."""
         raise NotImplementedError
 
-    def set_current(self) -> None:
-        """Make it current on this thread until something else changes that."""
-        raise NotImplementedError
-
-    def synchronize(self) -> None:
-        """Wait for all work of the context that this scope makes current."""
-        raise NotImplementedError
-
     def _enter(self) -> Self:
         handle = self._handle or self._bind()
         backend = self._backend

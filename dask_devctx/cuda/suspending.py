@@ -17,7 +17,7 @@ from dask_devctx.cuda.scope import Scope, leave_nothing_current, open_scopes, ra
 from dask_devctx.errors import DevctxError
 
 P = ParamSpec("P")
-S = TypeVar("S", bound=Scope)
+S = TypeVar("S", bound="RunningScope")
 T = TypeVar("T")
 
 
@@ -97,6 +97,9 @@ class RunningScope(Scope):
     """A scope that runs functions and waits for their work: the base of devices and contexts."""
 
     __slots__ = ()
+
+    set_current: Callable[[], None]
+    synchronize: Callable[[], None]
 
     @staticmethod
     def unset_current() -> None:
