@@ -13,9 +13,7 @@ from dask_devctx.driver.simulated.devices import Context, SimulatedGPU
 from dask_devctx.driver.simulated.faults import Faults, Refused, Status, function
 from dask_devctx.driver.simulated.memory import Block, Handle, Memory
 from dask_devctx.driver.simulated.streams import SimulatedStreams
-
-_HANDLE_NBYTES = 64
-_BOX_NBYTES = 200  # a `CUDA_MEMCPY3D`
+from dask_devctx.driver.work import BOX_NBYTES, IPC_HANDLE_NBYTES
 
 
 class SimulatedDriver(SimulatedStreams):
@@ -101,7 +99,7 @@ class SimulatedDriver(SimulatedStreams):
         if int(kernel) not in self._libraries:
             raise Refused(Status.CUDA_ERROR_INVALID_HANDLE)
         first = ctypes.c_uint64.from_address(params).value
-        boxes = range(first, first + config.gridDimX * _BOX_NBYTES, _BOX_NBYTES)
+        boxes = range(first, first + config.gridDimX * BOX_NBYTES, BOX_NBYTES)
 
         def run() -> bool:
             if not all(self._copy_box(types.CUDA_MEMCPY3D(box)) for box in boxes):
@@ -186,13 +184,13 @@ class SimulatedDriver(SimulatedStreams):
         if exported is None:
             raise Refused(Status.CUDA_ERROR_INVALID_VALUE)
         handle = types.CUipcMemHandle()
-        ctypes.memmove(handle.getPtr(), exported.pack(), _HANDLE_NBYTES)
+        ctypes.memmove(handle.getPtr(), exported.pack(), IPC_HANDLE_NBYTES)
         return handle
 
     @function(1, works=True, unsafe=True)
     def cuIpcOpenMemHandle(self, handle: Any, flags: int) -> Any:
         context = self._here()
-        exported = Handle.unpack(ctypes.string_at(handle.getPtr(), _HANDLE_NBYTES))
+        exported = Handle.unpack(ctypes.string_at(handle.getPtr(), IPC_HANDLE_NBYTES))
         gpu = next((gpu for gpu in self._gpus if exported and exported.is_of(gpu)), None)
         if flags != 1 or exported is None or gpu is None:
             raise Refused(Status.CUDA_ERROR_INVALID_VALUE)
