@@ -2,7 +2,6 @@
 
 It takes the place of CuPy's array on a machine without GPUs, and is as strict. Only its own device
 computes with it, it does not mix with host arrays, and it only becomes a host array on request.
-Beside the plots of the dashboard, no other module of the package imports NumPy.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from operator import attrgetter
 from typing import Any, Self
 
@@ -260,11 +259,9 @@ class _Memory:
                 "SimulatedArray lives on simulated devices and this process has real ones",
                 f"Use CuPy's array, or set {driver.SIMULATED_DEVICES_VARIABLE}",
             )
-        if Device.current() is device:  # the current context may be one that the user made
+        # The current context may be one that the user made.
+        with nullcontext() if Device.current() is device else device:
             pointer = backend.calls.work.allocate(nbytes, as_a_user=True)
-        else:
-            with device:
-                pointer = backend.calls.work.allocate(nbytes, as_a_user=True)
         self.block = backend.machine.driver.block(pointer)
         weakref.finalize(self, _free, backend, pointer).atexit = False
 
