@@ -115,8 +115,7 @@ RMM_NAMES: Final = tuple(f"rmm_{name}" for name in RMM)
 
 def fold_rmm(given: dict[str, Any]) -> dict[str, Any]:
     """Return arguments with dask-cuda's ``rmm_…`` as one ``allocator``."""
-    rmm = {name: given.pop(name) for name in RMM_NAMES if name in given}
-    rmm = {name: value for name, value in rmm.items() if value is not None}
+    rmm = {name: value for name in RMM_NAMES if (value := given.pop(name, None)) is not None}
     if rmm and given.get("allocator") is not None:
         raise TypeError(f"give either allocator or RMM's settings, got both: {', '.join(rmm)}")
     return {**given, "allocator": rmm} if rmm else given
