@@ -78,12 +78,8 @@ def lay_out(options: Options, n_workers: int | None, *, processes: bool) -> Layo
     if options.devices is not None and None in (n_workers, options.devices_per_worker):
         wanted = len(used)  # all devices that are named are needed
     if len(free) < wanted <= len(used):
-        raise in_use(
-            "this cluster",
-            wanted,
-            [device for device in devices() if device not in taken],
-            held,
-        )
+        left = [device for device in devices() if device not in taken]
+        raise in_use("this cluster", wanted, left, held)
     own: dict[str, Any] = {}
     started = default_n_workers(free, options, processes) if n_workers is None else n_workers
     if n_workers is None and held:
