@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import threading
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -26,9 +25,7 @@ from distributed.worker_state_machine import (
     WorkerState,
 )
 
-from dask_devctx.dask_internals.worker import replaced
-
-_lock = threading.Lock()
+from dask_devctx.dask_internals.worker import ignored, patched, replaced
 
 # While a worker gathers the inputs of tasks: the errors of the values that cannot be read.
 UNREAD: Final[ContextVar[dict[Hashable, Exception] | None]] = ContextVar(
@@ -37,20 +34,10 @@ UNREAD: Final[ContextVar[dict[Hashable, Exception] | None]] = ContextVar(
 _asking: WeakKeyDictionary[Any, Callable[..., Awaitable[Any]]] = WeakKeyDictionary()
 
 
-@contextmanager
-def asking_by(worker: Worker, ask: Callable[..., Awaitable[Any]]) -> Iterator[None]:
+def asking_by(worker: Worker, ask: Callable[..., Awaitable[Any]]) -> AbstractContextManager[None]:
     """While it is open, a function asks other workers for a worker's values in dask's place."""
-    with _lock:
-        _asking[worker.rpc] = ask
-        worker_module.get_data_from_worker = _ask
-    try:
-        yield
-    finally:
-        with _lock:
-            if _asking.get(worker.rpc) is ask:
-                del _asking[worker.rpc]
-            if not _asking:
-                worker_module.get_data_from_worker = get_data_from_worker
+    part = worker_module, "get_data_from_worker", _ask, get_data_from_worker
+    return patched(_asking, worker.rpc, ask, part)
 
 
 def _ask(rpc: Any, *args: Any, **kwargs: Any) -> Any:
@@ -75,13 +62,9 @@ def answering(
             if server.handlers.get(op) != handler or (leaving and to_the_end):
                 continue
             if leaving:
-                server.handlers[op] = _no_answer
+                server.handlers[op] = ignored
             else:
                 del server.handlers[op]
-
-
-async def _no_answer(**message: object) -> None:
-    pass
 
 
 async def data_of(
@@ -176,7 +159,7 @@ def _waiting_error(state: WorkerState, ts: Any, *error: Any, stimulus_id: str) -
 
 # The module of a task's class is the first name in its pickle.
 _OF_A_TASK: Final = b"dask._task_spec"
-_users: list[Callable[[BaseException], bool]] = []
+_users: dict[object, Callable[[BaseException], bool]] = {}
 
 
 class LateTask:
@@ -203,25 +186,18 @@ def _unpickled(pickled: bytes, buffers: list[bytes]) -> Any:
     return pickle.loads(pickled, buffers=buffers)
 
 
-@contextmanager
-def unpickled_later(is_out_of_memory: Callable[[BaseException], bool]) -> Iterator[None]:
+def unpickled_later(
+    is_out_of_memory: Callable[[BaseException], bool],
+) -> AbstractContextManager[None]:
     """While it is open, a task whose arguments find no memory arrives as a :class:`LateTask`."""
-    with _lock:
-        _users.append(is_out_of_memory)
-        core.pickle = SimpleNamespace(dumps=pickle.dumps, loads=_loads)
-    try:
-        yield
-    finally:
-        with _lock:
-            _users.remove(is_out_of_memory)
-            if not _users:
-                core.pickle = pickle
+    ours = SimpleNamespace(dumps=pickle.dumps, loads=_loads)
+    return patched(_users, object(), is_out_of_memory, (core, "pickle", ours, pickle))
 
 
 def _loads(pickled: Any, *, buffers: Any = ()) -> Any:
     try:
         return pickle.loads(pickled, buffers=buffers)
     except Exception as error:
-        if _OF_A_TASK in bytes(pickled[:100]) and any(ours(error) for ours in _users):
+        if _OF_A_TASK in bytes(pickled[:100]) and any(ours(error) for ours in [*_users.values()]):
             return LateTask(pickled, buffers)
         raise

@@ -20,7 +20,7 @@ from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 from distributed.utils_comm import retry
 
 from dask_devctx.dask_internals.connections import data_of
-from dask_devctx.dask_internals.worker import wrapped_handler
+from dask_devctx.dask_internals.worker import patched, wrapped_handler
 
 Index = tuple[int, ...]
 _PIECES: Final = "devctx-pieces"  # begins the key of pieces that a worker asks another for
@@ -167,7 +167,7 @@ def _get_shuffle_run(plugin: Any, shuffle_id: str, run_id: int) -> Any:
 
 _get_or_create = ShuffleWorkerPlugin.get_or_create_shuffle
 _get_run = ShuffleWorkerPlugin.get_shuffle_run
-_REPLACED: Final = (
+_PARTS: Final = (
     (_rechunk, "ArrayRechunkRun", DeviceRechunk, _rechunk.ArrayRechunkRun),
     (ShuffleWorkerPlugin, "get_or_create_shuffle", _get_or_create_shuffle, _get_or_create),
     (ShuffleWorkerPlugin, "get_shuffle_run", _get_shuffle_run, _get_run),
@@ -197,18 +197,8 @@ def rechunking(worker: Worker, keeper: Any) -> Iterator[None]:
 
         return answer
 
-    _keepers[address] = keeper
-    for owner, name, ours, _ in _REPLACED:
-        setattr(owner, name, ours)
-    try:
-        with wrapped_handler(worker, "get_data", wrap):
-            yield
-    finally:
-        if _keepers.get(address) is keeper:
-            del _keepers[address]
-        if not _keepers:
-            for owner, name, _, theirs in _REPLACED:
-                setattr(owner, name, theirs)
+    with patched(_keepers, address, keeper, *_PARTS), wrapped_handler(worker, "get_data", wrap):
+        yield
 
 
 def lead_outputs(scheduler: Scheduler, shuffle: str, number: int) -> None:

@@ -7,6 +7,7 @@ import functools
 import inspect
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
@@ -21,6 +22,7 @@ from distributed.worker_state_machine import SecedeEvent
 from dask_devctx.dask_internals import unsupported
 
 _MISSING = object()
+_patching = threading.Lock()
 # A child of dask's own: a worker shows its level INFO, as a line like dask's own.
 workers_log = logging.getLogger("distributed.worker.dask_devctx")
 
@@ -38,6 +40,28 @@ def replaced(entries: MutableMapping[str, Any], name: str, value: object) -> Ite
                 del entries[name]
             else:
                 entries[name] = before
+
+
+@contextmanager
+def patched(
+    users: MutableMapping[Any, Any], key: Any, user: Any, *parts: tuple[Any, str, Any, Any]
+) -> Iterator[None]:
+    """While it is open, ``users`` has one more; while it has any, parts of dask are replaced.
+
+    A part is the module or class that has it, its name, what takes its place, and dask's own.
+    """
+    with _patching:
+        users[key] = user
+        for owner, name, ours, _ in parts:
+            setattr(owner, name, ours)
+    try:
+        yield
+    finally:
+        with _patching:
+            if users.get(key) is user:
+                del users[key]
+            for owner, name, _, theirs in () if users else parts:
+                setattr(owner, name, theirs)
 
 
 def wrapped_handler(
@@ -128,13 +152,13 @@ def leave_nanny(worker: Worker) -> str | None:
     # A scheduler tells a worker that it has removed to close, and that closes the nanny, too.
     nanny: str | None = worker.nanny
     worker.nanny = None
-    worker.stream_handlers["close"] = _stay
+    worker.stream_handlers["close"] = ignored  # it is ending already
     worker.periodic_callbacks["heartbeat"].stop()
     return nanny
 
 
-async def _stay(**kwargs: Any) -> None:
-    """Ignore the order to close: the worker is ending already."""
+async def ignored(**message: object) -> None:
+    """Answer a message with None."""
 
 
 async def no_more_heartbeats(worker: Worker) -> None:
