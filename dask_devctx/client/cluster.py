@@ -127,8 +127,9 @@ class LocalDeviceCluster(internals.WatchedCluster):
 
     def scale(self, n: int = 0, memory: Any = None, cores: Any = None) -> None:
         """Scale to ``n`` workers, as ``LocalCluster`` does."""
+        n = self._workers_for(n, memory, cores)
         self._layout.check(n)
-        super().scale(n, memory=memory, cores=cores)
+        super().scale(n)
 
     def adapt(self, *args: Any, **kwargs: Any) -> Any:
         """Scale by the load, as ``LocalCluster`` does, to at most as many workers as have devices.
@@ -136,8 +137,10 @@ class LocalDeviceCluster(internals.WatchedCluster):
         Raises
         ------
         ValueError
-            ``maximum`` workers need more devices than there are.
+            ``minimum`` or ``maximum`` workers need more devices than there are.
         """
+        n, memory, cores = (kwargs.get(f"minimum{kind}") for kind in ("", "_memory", "_cores"))
+        self._layout.check(self._workers_for(n or 0, memory, cores))
         maximum, n_devices = kwargs.get("maximum"), len(self._layout.devices)
         if maximum in (None, math.inf):
             kwargs["maximum"] = n_devices // (self._layout.share or n_devices)

@@ -94,7 +94,8 @@ _BY_OWNER: Final = {
         "worker_restrictions"
     ),
     "distributed.deploy.spec:SpecCluster.": (
-        "__await__ _close _correct_state_internal _start _update_worker_status"
+        "__await__ _close _correct_state_internal _memory_per_worker _start _threads_per_worker "
+        "_update_worker_status"
     ),
     "distributed.deploy.cluster:Cluster.": "_update_worker_status",
     "distributed.protocol.cuda:": "cuda_deserialize._lookup cuda_serialize._lookup",

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any, Final, Self
 
+from dask.utils import parse_bytes
 from distributed import LocalCluster, Scheduler, SchedulerPlugin, WorkerPlugin
 from distributed.core import Status
 from distributed.deploy.spec import SpecCluster
@@ -207,6 +208,14 @@ class WatchedCluster(LocalCluster):  # type: ignore[misc]
 
     # The subclass has `_scheduler_runs`, a coroutine function that is called before there are
     # workers, and `_scaling`, whose context manager is open while workers are started and closed.
+
+    def _workers_for(self, n: int, memory: str | int | None, cores: int | None) -> int:
+        """Return how many workers have this memory and these threads together, at least ``n``."""
+        if memory is not None:
+            n = max(n, math.ceil(parse_bytes(memory) / self._memory_per_worker()))
+        return n if cores is None else max(n, math.ceil(cores / self._threads_per_worker()))
+
+    # -- dask's own
 
     def _update_worker_status(self, op: str, msg: Any) -> None:
         # Some time after a worker was lost, dask closes its nanny if no worker of this name is

@@ -309,6 +309,6 @@ def test_a_cluster_that_got_the_rest_grows_no_further() -> None:
     )
     with held(0, 1), LocalDeviceCluster(devices_per_worker=2, **QUIET) as cluster:
         assert cluster.adapt().maximum == 1
-        for grow in (cluster.scale, lambda n: cluster.adapt(maximum=n)):
+        for given in ({"maximum": 3}, {"minimum": 3}, {"cores": 48}, {"n": 3}):
             with pytest.raises(ValueError, match=said):
-                grow(3)
+                (cluster.scale if given.keys() < {"n", "cores"} else cluster.adapt)(**given)
