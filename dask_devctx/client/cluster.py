@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 import dask
@@ -16,7 +17,7 @@ from distributed import Nanny, Worker
 from distributed.core import Status
 
 from dask_devctx.client.layout import lay_out
-from dask_devctx.config.checks import settings
+from dask_devctx.config.checks import settings, whole_number
 from dask_devctx.config.options import (
     OPTION_NAMES,
     RMM_NAMES,
@@ -93,13 +94,13 @@ class LocalDeviceCluster(internals.WatchedCluster):
         threads_per_worker: int | None = None,
         **kwargs: Any,
     ) -> None:
-        if not isinstance(n_workers, int | None):
+        if not isinstance(n_workers, Integral | None):
             raise TypeError(
                 f"n_workers is a number of workers, got {n_workers!r}. For devices 0 "
                 "and 1, write devices=[0, 1]"
             )
-        if threads_per_worker is not None and threads_per_worker < 1:
-            raise ValueError(f"threads_per_worker must be 1 or more, got {threads_per_worker}")
+        if threads_per_worker is not None:
+            whole_number(1)("threads_per_worker", threads_per_worker)
         kwargs = fold_rmm(_known(kwargs, type(self)))
         require_ucx(kwargs.get("protocol"))
         plugin = DevicePlugin(**{n: kwargs.pop(n) for n in OPTION_NAMES if n in kwargs})

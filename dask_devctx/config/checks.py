@@ -6,6 +6,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from numbers import Integral, Real
 from typing import Any, Final
 
 from dask.utils import parse_bytes, parse_timedelta
@@ -32,9 +33,9 @@ def settings(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def whole_number(least: int) -> Check:
     def check(name: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
             raise refused(name, f"a whole number, {least} or more", value)
-        return value
+        return int(value)
 
     return check
 
@@ -57,7 +58,7 @@ def _amount(value: Any) -> float | None:
     if isinstance(value, str):
         with suppress(ValueError, OverflowError):
             value = float(value) if value.replace(".", "", 1).isdigit() else parse_bytes(value)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
     return value if is_number and 0 <= value < float("inf") else None
 
 
