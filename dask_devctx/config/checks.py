@@ -79,23 +79,21 @@ def share_of_memory(name: str, value: Any) -> float:
 def memory_limit(name: str, value: Any) -> float | str | None:
     if value is None or value in ("auto", "default"):  # the second is dask-cuda's word
         return value and "auto"
+    return memory_size(name, value, "'auto', ")
+
+
+def memory_size(name: str, value: Any, or_: str = "") -> float | str | None:
     found = _amount(value)
     if isinstance(value, str) and value[-1:].isalpha() and 1 <= (found or 0) < _LEAST_LIMIT_NBYTES:
         return value  # with its unit, "30 B" is no mistake
     if found is None or 1 < found < _LEAST_LIMIT_NBYTES:
         raise refused(
             name,
-            "'auto', a fraction of a device's memory up to 1, bytes such as '12 GiB' "
+            f"{or_}a fraction of a device's memory up to 1, bytes such as '12 GiB' "
             f"({_LEAST_LIMIT_NBYTES} or more), or 0 or None for no limit",
             value,
         )
     return (float(found) if found <= 1 else int(found)) or None
-
-
-def memory_size(name: str, value: Any) -> float | str | None:
-    if value in ("auto", "default"):
-        raise refused(name, "a fraction of a device's memory, or bytes such as '30 GB'", value)
-    return memory_limit(name, value)
 
 
 def names_of(*known: str) -> Check:

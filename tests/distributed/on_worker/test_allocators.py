@@ -223,7 +223,7 @@ def test_a_package_that_is_missing_is_named_before_anything_starts(
         ({"rmm_allocator_external_lib_list": "jax"}, "some of 'cupy', 'torch', 'numba', got 'jax'"),
         ({"allocator": "rmm"}, "allocator must be 'cupy-async', or RMM's settings .*, got 'rmm'"),
         ({"allocator": {"pool_sizes": 1}}, "no setting 'pool_sizes'. Did you mean 'pool_size'"),
-        ({"allocator": {"pool-size": -1}}, "rmm_pool_size must be .*, got -1"),
+        ({"allocator": {"pool-size": -1}}, "rmm_pool_size must be a fra.*, got -1"),
         ({"pre_import": 3}, "pre_import must be a list of names"),
     ],
 )
