@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from distributed import Client
 
-from dask_devctx.errors import nbytes_text
+from dask_devctx.errors import DevctxError, nbytes_text
 from dask_devctx.scheduler.cluster import device_names
 from dask_devctx.scheduler.rows import METRIC, DeviceCounts, Transfer, known, merged, transfers
 
@@ -144,6 +144,17 @@ def refuse_unusable(client: object, example: str) -> None:
         raise TypeError(f"{name} takes a client of the cluster, as in {example}; got {client!r}")
     if client.status in ("closing", "closed"):
         raise ValueError(f"{name}: the client is closed. Make another: client = Client(address)")
+
+
+async def on_scheduler(client: Client, function: Any, **arguments: Any) -> Any:
+    """Return what a function of this package returns on the scheduler, which may lack it."""
+    try:
+        return await client.run_on_scheduler(function, **arguments)
+    except ModuleNotFoundError as error:
+        raise DevctxError(
+            f"the scheduler at {client.scheduler.address} lacks this package: {error}. Install "
+            "dask-devctx where the scheduler runs; it needs no GPU there"
+        ) from error
 
 
 class Moment(NamedTuple):

@@ -148,6 +148,8 @@ def report(client: Client | Cluster) -> Report:
 
     Raises
     ------
+    DevctxError
+        The scheduler lacks this package.
     TypeError
         ``client`` is neither a client nor a cluster.
     ValueError
@@ -173,7 +175,7 @@ def report(client: Client | Cluster) -> Report:
 
 
 async def _report(client: Client) -> Report:
-    facts, mute = await client.run_on_scheduler(_of_scheduler)
+    facts, mute = await live.on_scheduler(client, _of_scheduler)
     # A worker that restarts, or has another version of this package, must not hide the others.
     there = [worker for worker, why in mute.items() if why is None]
     said = mute | await client.run(_of_worker, workers=there, on_error="return")

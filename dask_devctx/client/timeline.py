@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from distributed import Client, Scheduler
 
-from dask_devctx.client.live import refuse_unusable
+from dask_devctx.client.live import on_scheduler, refuse_unusable
 from dask_devctx.errors import DevctxError
 from dask_devctx.scheduler.history import DeviceHistory, KnownWorker
 from dask_devctx.scheduler.rows import HOST, Copy, Happened, Incident, TaskRun
@@ -82,7 +82,7 @@ def timeline(client: Client, path: str | os.PathLike[str], *, since: float = 0.0
     Raises
     ------
     DevctxError
-        The scheduler does not have the plugin.
+        The scheduler does not have the plugin, or lacks this package.
     OSError
         The file cannot be written.
     TypeError
@@ -104,12 +104,11 @@ def timeline(client: Client, path: str | os.PathLike[str], *, since: float = 0.0
 
 
 async def _written(client: Client, path: Path, since: float) -> Timeline:
-    stretch: Any = await client.run_on_scheduler(_of_scheduler, since=since)
+    stretch: Any = await on_scheduler(client, _of_scheduler, since=since)
     if stretch is None:
         raise DevctxError(
             "no timeline was made, because the scheduler does not have the plugin of dask-devctx. "
-            "It comes with the first worker that has devices (client.register_plugin("
-            "DevicePlugin())); install dask-devctx where the scheduler runs"
+            "It comes with the first worker that has it: client.register_plugin(DevicePlugin())"
         )
     content = trace(stretch)
     about = content["otherData"]
