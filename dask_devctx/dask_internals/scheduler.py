@@ -6,7 +6,7 @@ import asyncio
 import math
 import sys
 from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any, Final, Self
 
@@ -98,8 +98,6 @@ def annotate(ts: Any, name: str, value: object) -> None:
 def idle_workers_hear_at_once(scheduler: Scheduler) -> AbstractContextManager[None]:
     """While it is open, a worker with nothing to run gets a task less than 5 ms after a message."""
     send_all, streams = scheduler.send_all, scheduler.stream_comms
-    if send_all.__module__ == __name__:  # of a plugin that dask has removed, and not closed
-        return nullcontext()
 
     def send(client_msgs: Any, worker_msgs: Any) -> None:
         for address, msgs in worker_msgs.items():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial, update_wrapper
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 from distributed import Scheduler, SchedulerPlugin
 from distributed.metrics import time
@@ -54,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 # The entries of an event that tells of a failure.
 _IS_FAILURE = {"action": ACTION, "protocol": PROTOCOL}
+_newest: WeakKeyDictionary[Scheduler, ref[DeviceRouting]] = WeakKeyDictionary()
 
 
 class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
@@ -100,6 +102,10 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     async def start(self, scheduler: Scheduler) -> None:
         """Start to restrict tasks, also those that are on the scheduler already."""
         check_scheduler(scheduler)
+        known = _newest.get(scheduler)
+        if known is not None and (earlier := known()) is not None:
+            await earlier.close()  # dask removes a plugin without its end
+        _newest[scheduler] = ref(self)
         self.scheduler = scheduler
         self._grace_s = missing_device_timeout_s()
         self._cluster = Cluster()

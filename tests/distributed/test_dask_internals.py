@@ -19,11 +19,11 @@ from typing import Any
 import dask
 import pytest
 from distributed import get_worker, wait
+from distributed.utils_test import async_poll_for
 
 import dask_devctx
 from dask_devctx import DevctxError, DevicePlugin, DeviceRouting, dask_internals
 from dask_devctx.dask_internals import ON_A_SCHEDULER, ON_A_WORKER
-from dask_devctx.dask_internals.scheduler import idle_workers_hear_at_once
 from dask_devctx.dask_internals.worker import metric
 from tests.distributed.changes import changes_of
 from tests.distributed.devices import on_cluster
@@ -206,15 +206,15 @@ async def test_a_metric_gives_dasks_own_its_place_back(client: Any, worker: Any)
     assert worker.metrics == own
 
 
-@on_cluster(1)
-async def test_a_schedulers_messages_are_looked_at_once(client: Any, scheduler: Any) -> None:
-    """Also if a plugin was removed without its end, as dask removes it."""
-    before = scheduler.send_all
-    with idle_workers_hear_at_once(scheduler):
-        first = scheduler.send_all
-        with idle_workers_hear_at_once(scheduler):
-            assert scheduler.send_all is first
-    assert scheduler.send_all == before != first
+@on_cluster(1, plugin={})
+async def test_a_plugin_that_dask_removed_ends_when_another_starts(
+    client: Any, scheduler: Any
+) -> None:
+    await client.unregister_scheduler_plugin("devctx-routing")
+    await client.register_plugin(DevicePlugin())
+    assert "send_all" in vars(scheduler)
+    await client.unregister_worker_plugin("devctx")
+    await async_poll_for(lambda: "send_all" not in vars(scheduler), timeout=10)
 
 
 @pytest.mark.parametrize(("inputs", "most"), [([], 16), ([1], 2)])
