@@ -150,6 +150,9 @@ def _why_not(name: Name, found: Sequence[DeviceInfo], inventory: Inventory) -> s
     if found:
         return f"{len(found)} devices have this prefix: add digits"
     if any(_has_prefix(info, str(name.value)) for info in inventory.hidden):
+        if inventory.visible_devices is None:
+            alone = "A MIG instance is shown if CUDA_VISIBLE_DEVICES names it alone"
+            return f"This machine has it, but CUDA does not show it. {alone}"
         return "This machine has it, but CUDA_VISIBLE_DEVICES hides it from this process"
     return "No device of this machine has this UUID"
 
