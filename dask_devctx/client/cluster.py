@@ -153,12 +153,6 @@ class LocalDeviceCluster(internals.WatchedCluster):
         kwargs["target_duration"] = wanted_s / self._ahead
         return super().adapt(*args, **kwargs)
 
-    # -- the hooks of WatchedCluster
-
-    async def _scheduler_runs(self) -> None:
-        await internals.add_plugin(self.scheduler, self._routing)
-        await internals.add_worker_plugin(self.scheduler, self._plugin)
-
     @contextmanager
     def _scaling(self) -> Iterator[None]:
         refused = self._routing.refused  # workers that could not use their devices, and left

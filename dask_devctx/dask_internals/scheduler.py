@@ -29,16 +29,6 @@ SOME_IDLE: Final = "devctx-some-idle"
 _ANSWER_S: Final = 5.0
 
 
-async def add_plugin(scheduler: Scheduler, plugin: SchedulerPlugin) -> None:
-    """Register a plugin on a scheduler of this process; it replaces one of the same name."""
-    await scheduler.register_scheduler_plugin(plugin, idempotent=False)
-
-
-async def add_worker_plugin(scheduler: Scheduler, plugin: WorkerPlugin) -> None:
-    """Register a plugin on all workers, now and when they join, of a scheduler of this process."""
-    await scheduler.register_worker_plugin(None, dumps(plugin), name=plugin.name, idempotent=False)
-
-
 def registered_plugin(scheduler: Scheduler, name: str) -> object:
     """Return the plugin that all workers get, another object after each registration; or None."""
     return scheduler.worker_plugins.get(name)
@@ -202,10 +192,13 @@ def has_dashboard(scheduler: Scheduler) -> bool:
 
 
 class WatchedCluster(LocalCluster):  # type: ignore[misc]
-    """A ``LocalCluster`` whose subclass is told when its scheduler runs, and when it scales."""
+    """A ``LocalCluster`` with two plugins from the start, of its scheduler and of its workers.
 
-    # The subclass has `_scheduler_runs`, a coroutine function that is called before there are
-    # workers, and `_scaling`, whose context manager is open while workers are started and closed.
+    ``_scaling`` of the subclass is a context manager, open while workers are started and closed.
+    """
+
+    _routing: SchedulerPlugin
+    _plugin: WorkerPlugin
 
     def _workers_for(self, n: int, memory: str | int | None, cores: int | None) -> int:
         """Return how many workers have this memory and these threads together, at least ``n``."""
@@ -230,7 +223,10 @@ class WatchedCluster(LocalCluster):  # type: ignore[misc]
 
     async def _start(self) -> None:
         await super()._start()
-        await self._scheduler_runs()
+        # Both replace those of the same name, such as one of a preload.
+        await self.scheduler.register_scheduler_plugin(self._routing, idempotent=False)
+        name, sent = self._plugin.name, dumps(self._plugin)
+        await self.scheduler.register_worker_plugin(None, sent, name=name, idempotent=False)
 
     async def _correct_state_internal(self) -> None:
         closed = [n for n, one in self.workers.items() if one.status is Status.closed]

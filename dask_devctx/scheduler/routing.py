@@ -109,9 +109,8 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self.scheduler = scheduler
         self._grace_s = missing_device_timeout_s()
         self._cluster = Cluster()
-        self._restricted = Restrictions(
-            self._cluster, lambda host: internals.addresses_at(scheduler, host)
-        )
+        hosted = partial(internals.addresses_at, scheduler)
+        self._restricted = Restrictions(self._cluster, hosted)
         self._steps = ExitStack()
         # From the first worker that uses devices until the plugin is withdrawn from all.
         self._while_used: ExitStack | None = None
