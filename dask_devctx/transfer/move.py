@@ -272,8 +272,3 @@ class ToDevice(Registry):
 
 
 to_device = ToDevice()
-
-
-def current_move() -> Move:
-    """Return the move that called the registered function that runs now."""
-    return thread.move  # type: ignore[no-any-return]

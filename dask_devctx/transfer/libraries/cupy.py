@@ -10,8 +10,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.transfer.events import Stamp, cupy_stream
 from dask_devctx.transfer.libraries import Library, known
 from dask_devctx.transfer.location import Memory
-from dask_devctx.transfer.move import current_move
-from dask_devctx.transfer.traffic import copy_bytes, is_dense
+from dask_devctx.transfer.traffic import copy_bytes, is_dense, thread
 
 
 def _bytes(array: Any) -> dict[Device, int]:
@@ -25,12 +24,11 @@ def _to_device(array: Any, device: Device) -> Any:
     if not is_dense(array.strides, array.shape, array.itemsize):
         # Made dense on its own device, so that only its own elements travel. CuPy does that on the
         # source's current stream, which has to wait for the array, like the copy.
-        move = current_move()
-        move.order(source, on_source=True)
+        thread.move.order(source, on_source=True)
         with source:
             array = cupy.array(array, order="K", copy=True)
         Stamp.of_devices([source], blocking=False).hold_back(device)
-        move.keep(array)
+        thread.move.keep(array)
     memory = cupy.cuda.alloc(array.nbytes)
     stream = cupy_stream(device.device_id)
     copy_bytes(memory.ptr, device, array.data.ptr, source, array.nbytes, stream)

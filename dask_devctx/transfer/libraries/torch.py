@@ -19,9 +19,9 @@ from dask_devctx.transfer.events import torch_stream
 from dask_devctx.transfer.ipc.parcel import Parcel, Part, Reduce
 from dask_devctx.transfer.libraries import Library, known
 from dask_devctx.transfer.location import Memory
-from dask_devctx.transfer.move import current_move, to_device
+from dask_devctx.transfer.move import to_device
 from dask_devctx.transfer.rebuild import reduced
-from dask_devctx.transfer.traffic import copy_bytes, is_dense
+from dask_devctx.transfer.traffic import copy_bytes, is_dense, thread
 
 # -- tensors
 
@@ -77,7 +77,7 @@ def _to_device(tensor: Any, device: Device) -> Any:
 
 def _by_torch(tensor: Any, device: Device) -> Any:
     # torch copies on the source's current stream.
-    current_move().order(Device(tensor.device.index), on_source=True)
+    thread.move.order(Device(tensor.device.index), on_source=True)
     return tensor.to(_name_of(device), non_blocking=True, copy=True)
 
 
