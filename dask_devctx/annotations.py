@@ -217,9 +217,9 @@ def _nbytes(given: Any) -> int | None:
 # Whether a task may run again after a device failed while it ran.
 RERUN: Final = "rerun"
 OURS: Final = NAMES | {RERUN}
-# Marks a task that may have broken a device. The worker that runs it watches it. The value is the
-# number of this watched run, and how many such runs a task may have.
-WATCHED: Final = "devctx-watched"
+# Marks a task that may have broken a device. The worker isolates its run. The value is the
+# number of this isolated run, and how many such runs a task may have.
+ISOLATED: Final = "devctx-isolated"
 # Marks a task that a worker fails without a call of it. The value has the fields of the error.
 REFUSED: Final = "devctx-refused"
 
@@ -240,14 +240,14 @@ def runs_once(annotations: Mapping[str, Any] | None) -> bool:
     return annotations is not None and annotations.get(RERUN) is False
 
 
-def watched_run(annotations: Mapping[str, Any] | None) -> tuple[int, int]:
-    """Return the number of a task's watched run, and how many it may have; zeros if unwatched."""
-    run, most = (annotations or {}).get(WATCHED, (0, 0))
+def isolated_run(annotations: Mapping[str, Any] | None) -> tuple[int, int]:
+    """Return the number of a task's isolated run, and how many it may have; zeros for others."""
+    run, most = (annotations or {}).get(ISOLATED, (0, 0))
     return run, most
 
 
 def had_all_runs(run: int, most: int) -> str:
-    """Return why a task does not run again after this watched run of ``most``; "" if it does."""
+    """Return why a task does not run again after this isolated run of ``most``; "" if it does."""
     if run < most:
         return ""
     return (

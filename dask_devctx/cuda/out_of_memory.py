@@ -1,4 +1,4 @@
-"""Out of memory on a device: recognise it in the error of any library, and make room."""
+"""Out of memory: recognise it in the error of any library, and make room (text: `errors.py`)."""
 # This imports no library: one that is not imported has raised no error and holds no memory.
 
 from __future__ import annotations

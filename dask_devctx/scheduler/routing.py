@@ -33,6 +33,7 @@ from dask_devctx.dask_internals.shuffles import lead_outputs
 from dask_devctx.errors import DevctxError, DevicesInUseError
 from dask_devctx.scheduler.cluster import Cluster, WorkerDevices
 from dask_devctx.scheduler.dashboard import device_pages
+from dask_devctx.scheduler.division import Sharing
 from dask_devctx.scheduler.history import DeviceHistory
 from dask_devctx.scheduler.messages import (
     ACTION,
@@ -48,7 +49,6 @@ from dask_devctx.scheduler.messages import (
     Failure,
 )
 from dask_devctx.scheduler.restrictions import Restrictions
-from dask_devctx.scheduler.sharing import Sharing
 from dask_devctx.scheduler.suspects import SuspectTasks
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""The suspects of a broken device, on the scheduler: which of them run again, watched, or err."""
+"""The suspects of a broken device, on the scheduler: which of them run again, isolated, or err."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from distributed import Scheduler
 
-from dask_devctx.annotations import REFUSED, RERUN, WATCHED, had_all_runs, runs_once, watched_run
+from dask_devctx.annotations import ISOLATED, REFUSED, RERUN, had_all_runs, isolated_run, runs_once
 from dask_devctx.dask_internals.scheduler import annotate
 from dask_devctx.errors import listed
 from dask_devctx.scheduler.messages import Failure
@@ -24,7 +24,7 @@ _SHOWN: Final = 8  # the most keys that a message in the log shows
 class SuspectTasks:
     """Marks the tasks that may have broken a worker's devices, by the worker's word.
 
-    A task that may run again is watched then, at most ``allowed-failures`` times. The next worker
+    A task that may run again is isolated then, at most ``allowed-failures`` times. The next worker
     fails all others with the error of the device, without a call of them. Marks are annotations: so
     they outlive the worker that named the tasks, and last as long as the scheduler knows the task.
     """
@@ -65,7 +65,7 @@ class SuspectTasks:
                 once.append(ts.key)
         said = (
             ("Tasks that err", erred),
-            ("Tasks that run again, watched", again),
+            ("Tasks that run again, isolated", again),
             (_NOT_AGAIN, once),
             ("Suspects that do not run again, as nobody needs their results", gone),
         )
@@ -93,13 +93,13 @@ class SuspectTasks:
                 annotate(ts, REFUSED, None)
 
     def _runs(self, ts: Any) -> tuple[int, int]:
-        """Return how often a task was watched, and how often it may be."""
-        run, most = watched_run(ts.annotations)
+        """Return how often a task ran isolated, and how often it may."""
+        run, most = isolated_run(ts.annotations)
         return run, most or self._scheduler.allowed_failures
 
     def _watch(self, ts: Any, *, counted: bool = True) -> None:
         run, most = self._runs(ts)
-        annotate(ts, WATCHED, [run + 1 if counted else max(run, 1), most])
+        annotate(ts, ISOLATED, [run + 1 if counted else max(run, 1), most])
 
     def _refuse(self, ts: Any, fields: Sequence[Any], why: str) -> None:
         self.refused.add(ts.key)

@@ -24,8 +24,8 @@ from typing import Any, Final
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver import statuses
 from dask_devctx.errors import DevctxError
-from dask_devctx.transfer.ipc import lanes
-from dask_devctx.transfer.ipc.ranges import Pool, Ranges
+from dask_devctx.transfer import copy_streams
+from dask_devctx.transfer.pieces import Pool, Ranges
 
 logger = logging.getLogger(__name__)
 
@@ -155,9 +155,9 @@ def copy_ordinary(device: Device, target: int, source: int, nbytes: int) -> None
         size = min(_PART_NBYTES, nbytes - offset)
         block = _ring(device).take(size)
         ctypes.memmove(block.address, source + offset, size)
-        with device, lanes.taken(device) as lane:
-            lane.copy_in(target + offset, block.address, size)
-        lanes.finish(lane)
+        with device, copy_streams.taken(device) as stream:
+            stream.copy_in(target + offset, block.address, size)
+        copy_streams.finish(stream)
 
     with ThreadPoolExecutor(_COPIERS, "devctx-memory-pages") as threads:
         list(threads.map(copy, range(0, nbytes, _PART_NBYTES)))

@@ -13,8 +13,8 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.driver.backends import ProcessLock
 from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.errors import DevctxError, DeviceMemoryError, DriverError
+from dask_devctx.transfer import copy_streams
 from dask_devctx.transfer.events import Event
-from dask_devctx.transfer.ipc import lanes
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def copy_bytes(
     if stream == LEGACY_STREAM:
         # In this stream, a copy between devices waits for all work of both and delays all later
         # work of both.
-        way = lanes.shared(device, "moves")._stream
+        way = copy_streams.shared(device, "moves")._stream
         Event(device).record(stream).holds_back(way)
     with timed(device, source_device, nbytes, way):
         device._backend.calls.work.copy_peer(target, own, source, other, nbytes, way)

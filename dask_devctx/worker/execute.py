@@ -16,9 +16,9 @@ from dask_devctx.annotations import (
     RERUN,
     Request,
     had_all_runs,
+    isolated_run,
     may_rerun,
     requested_device,
-    watched_run,
 )
 from dask_devctx.config.options import Options
 from dask_devctx.cuda.device import Device
@@ -27,7 +27,7 @@ from dask_devctx.dask_internals import tasks
 from dask_devctx.dask_internals.tasks import NEXT_TASK, DeviceThreadPoolExecutor
 from dask_devctx.errors import DevctxError, DeviceFailedError
 from dask_devctx.scheduler.rows import DEVICE
-from dask_devctx.worker.comms import in_place_of_the_first
+from dask_devctx.worker.landing import in_place_of_the_first
 from dask_devctx.worker.metrics.history import CLOCKS_DIFFER_S
 from dask_devctx.worker.run import DeviceRun, HostRun, Refused
 from dask_devctx.worker.tracebacks import of_the_user
@@ -182,7 +182,7 @@ def _conditions(annotations: Mapping[str, Any]) -> tuple[int, str]:
     """Return the number of a task's isolated run, or 0, and why it does not run again, or ""."""
     if REFUSED in annotations:
         raise DeviceFailedError(*annotations[REFUSED])
-    run, most = watched_run(annotations)
+    run, most = isolated_run(annotations)
     if not may_rerun(annotations):
         return run, f"it says {RERUN}=False"
     return run, had_all_runs(run, most) if run else ""

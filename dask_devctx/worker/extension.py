@@ -24,9 +24,9 @@ from dask_devctx.scheduler.rows import METRIC, TRAFFIC
 from dask_devctx.transfer.traffic import TrafficCounts
 from dask_devctx.worker.actors import DeviceActors
 from dask_devctx.worker.allocators import allocating
-from dask_devctx.worker.comms import landing_on
 from dask_devctx.worker.execute import Runs
 from dask_devctx.worker.failures.monitor import Monitor
+from dask_devctx.worker.landing import landing_on
 from dask_devctx.worker.metrics.history import History
 from dask_devctx.worker.metrics.prometheus import exposed
 from dask_devctx.worker.metrics.record import Record

@@ -18,8 +18,8 @@ from dask_devctx.dask_internals.tasks import rejoin_if_seceded
 from dask_devctx.driver import statuses
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer import Stamp
-from dask_devctx.worker.failures.calls import Call
 from dask_devctx.worker.failures.monitor import Monitor
+from dask_devctx.worker.failures.running_calls import Call
 from dask_devctx.worker.tracebacks import of_the_task
 
 _POLL_S: Final = 0.02  # many tasks may wait for their turn on one event loop

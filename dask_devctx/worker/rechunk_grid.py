@@ -12,7 +12,7 @@ from dask_devctx.worker.values.host_form import HostForm
 from dask_devctx.worker.values.value import Value
 
 if TYPE_CHECKING:
-    from dask_devctx.transfer.pieces import Axis, Pieces
+    from dask_devctx.transfer.rechunk_pieces import Axis, Pieces
 
 
 class Block(NamedTuple):
@@ -81,7 +81,7 @@ class Grid:
         """Return how a block of the output is made; None if it is made of none on devices."""
         import numpy as np
 
-        from dask_devctx.transfer.pieces import Pieces
+        from dask_devctx.transfer.rechunk_pieces import Pieces
 
         parts = [axis[at] for axis, at in zip(self.run.axes, index, strict=True)]
         where = tuple(slice(part[0][0], part[-1][0] + 1) for part in parts)
@@ -107,7 +107,7 @@ class Grid:
     def _axis(self, axis: int, at: int, known: int | None) -> Axis:
         import numpy as np
 
-        from dask_devctx.transfer.pieces import Axis
+        from dask_devctx.transfer.rechunk_pieces import Axis
 
         if (found := self._axes.get((axis, at, known))) is not None:
             return found

@@ -22,18 +22,17 @@ from distributed import Worker
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.shuffles import DeviceRechunk, Held, Index
 from dask_devctx.scheduler.messages import RECHUNK
-from dask_devctx.transfer import Stamp, device_of, nbytes_by_device, to_host
-from dask_devctx.transfer.ipc import lanes
+from dask_devctx.transfer import Stamp, copy_streams, device_of, nbytes_by_device, to_host
 from dask_devctx.transfer.libraries import Library, of_type
 from dask_devctx.transfer.location import memory_of
 from dask_devctx.transfer.move import Move
 from dask_devctx.transfer.traffic import TrafficCounts
-from dask_devctx.worker.leases.registration import tell
 from dask_devctx.worker.rechunk_grid import Block, Coming, Grid, Plan, cannot_join, grid_of
+from dask_devctx.worker.registration import tell
 from dask_devctx.worker.values.value import AWAY, Value
 
 if TYPE_CHECKING:
-    from dask_devctx.transfer.pieces import Pieces
+    from dask_devctx.transfer.rechunk_pieces import Pieces
     from dask_devctx.worker.values.store import Store
 
 # The part of a device's memory for the pieces that all workers are asked for at once. While these
@@ -175,7 +174,9 @@ class Rechunks:
         """Return this worker's pieces of blocks of the output as one value; on any thread."""
         import numpy as np
 
-        from dask_devctx.transfer.pieces import Pieces  # which needs NumPy, as dask's arrays do
+        from dask_devctx.transfer.rechunk_pieces import (
+            Pieces,  # which needs NumPy, as dask's arrays do
+        )
 
         grid = grid_of(run)
         owner = grid.addresses.index(self._worker.address)
@@ -233,13 +234,13 @@ class Rechunks:
                 addresses[one.which] = library.pointer(one.packed) + one.offset
             if arrived:
                 pieces = pieces.unpacked([one.which for one in arrived])
-            with lanes.taken(device) as lane:
+            with copy_streams.taken(device) as stream:
                 for value in pinned:
                     if device in value.nbytes:
-                        lane.after(value.work())
-                lane.after_current_streams()  # the libraries reuse memory that is still read
-                pieces.copy(lane, addresses, pointer, on_host)
-            lanes.finish(lane)
+                        stream.after(value.work())
+                stream.after_current_streams()  # the libraries reuse memory that is still read
+                pieces.copy(stream, addresses, pointer, on_host)
+            copy_streams.finish(stream)
         finally:
             for value in pinned:
                 value.spill.unpin([value])

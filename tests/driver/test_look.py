@@ -11,7 +11,7 @@ from dask_devctx import Device
 from dask_devctx.driver.relaxed import LEGACY_STREAM, wait_relaxed
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DriverError
-from dask_devctx.worker.failures.calls import Calls
+from dask_devctx.worker.failures.running_calls import Calls
 from tests.addressed import AddressedDriver
 
 _MODE = "cuThreadExchangeStreamCaptureMode"

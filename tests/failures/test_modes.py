@@ -34,7 +34,7 @@ from dask_devctx.driver import statuses
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.scheduler.messages import ANNOUNCE, CLAIM, FAILED, HISTORY, LATE, RECHUNK, REFUSE
-from dask_devctx.worker.failures.calls import Call, Calls
+from dask_devctx.worker.failures.running_calls import Call, Calls
 from tests.conftest import Replacing
 from tests.distributed.devices import here, started
 

@@ -192,7 +192,7 @@ async def test_without_a_nanny_the_worker_closes_and_says_why(
 async def test_a_device_that_fails_while_its_worker_closes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The worker closes once, and the suspect is watched on the next one."""
+    """The worker closes once, and the suspect runs isolated on the next one."""
     async with without_a_nanny() as (_, worker, client):
         bad = client.submit(break_soon, key="bad")
         await async_poll_for(lambda: worker.state.executing_count, timeout=30)
@@ -310,7 +310,7 @@ def check_found(bad: Future) -> None:
         (count_and_leave_a_bad_kernel, 0, 2),
         (count_and_leave_a_bad_kernel_later, 0, 2),
         pytest.param(count_and_stay, 0, 2, marks=pytest.mark.long),
-        # once unwatched, then watched, then its retry
+        # once, then isolated, then its retry
         pytest.param(count_and_leave_a_bad_kernel, 1, 3, marks=pytest.mark.long),
     ],
 )

@@ -15,8 +15,8 @@ from cuda.bindings import driver as types
 from dask_devctx import Device, driver
 from dask_devctx.driver import backends
 from dask_devctx.driver.relaxed import LEGACY_STREAM
+from dask_devctx.transfer import copy_streams
 from dask_devctx.transfer.events import Event, Stamp
-from dask_devctx.transfer.ipc import lanes
 
 pytestmark = pytest.mark.gpu(count=1)
 
@@ -50,8 +50,8 @@ def full(request: pytest.FixtureRequest) -> Iterator[Full]:
 
         spin((1,), (1,), (0,))
         event = Event(device).record(LEGACY_STREAM)
-        for lane in [lanes.take(device) for _ in range(100)]:  # more than a GPU has queues
-            lanes.give(lane)
+        for stream in [copy_streams.take(device) for _ in range(100)]:  # more than a GPU has queues
+            copy_streams.give(stream)
         memory = device._backend.calls.work.allocate(2**20)
         device.sync()
         filling = threading.Thread(target=fill)
@@ -129,14 +129,14 @@ def test_a_few_copies_keep_the_gil(busy: None) -> None:
         memory = work.allocate(2**20)
         took = []
         for _ in range(50):
-            lane = lanes.take(device)
+            stream = copy_streams.take(device)
             begun = time.perf_counter()
-            assert lane.keep_lock(3, 24), "the device is idle"
+            assert stream.keep_lock(3, 24), "the device is idle"
             for place in range(3):
-                lane.copy(memory + 2**19 + 256 * place, memory + 256 * place, 8)
-            lane.mark()
+                stream.copy(memory + 2**19 + 256 * place, memory + 256 * place, 8)
+            stream.mark()
             took.append(time.perf_counter() - begun)
-            lanes.finish(lane)
+            copy_streams.finish(stream)
         work.free(memory)
     assert statistics.median(took) < sys.getswitchinterval() / 5
 
@@ -144,17 +144,17 @@ def test_a_few_copies_keep_the_gil(busy: None) -> None:
 def test_copies_wait_for_no_stream_that_is_full_but_the_legacy_one(full: Full) -> None:
     device, memory = full.device, full.memory
     begun = time.perf_counter()
-    taken = [lanes.take(device) for _ in range(100)]
-    assert [lane.keep_lock(1, 8) for lane in taken] == [not full.legacy] * 100
+    taken = [copy_streams.take(device) for _ in range(100)]
+    assert [stream.keep_lock(1, 8) for stream in taken] == [not full.legacy] * 100
     if full.legacy:
-        for lane in taken:
-            lanes.give(lane)
+        for stream in taken:
+            copy_streams.give(stream)
         return
-    for lane in taken:
-        lane.copy(memory + 2**19, memory, 8)
-        lane.mark()
+    for stream in taken:
+        stream.copy(memory + 2**19, memory, 8)
+        stream.mark()
     took = time.perf_counter() - begun
     assert types.cuStreamQuery(types.CUstream(full.stream))[0] != 0, "the stream was not full"
-    for lane in taken:
-        lanes.finish(lane)
+    for stream in taken:
+        copy_streams.finish(stream)
     assert took < 0.5  # the stream is full for longer; other processes use the GPU, too

@@ -12,8 +12,7 @@ from cuda.bindings.driver import CUresult
 from dask_devctx import Device, SimulatedArray, to_device
 from dask_devctx.driver.relaxed import LEGACY_STREAM, PER_THREAD_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.transfer import Stamp, events, hold, release_held, stamp
-from dask_devctx.transfer.ipc import lanes
+from dask_devctx.transfer import Stamp, copy_streams, events, hold, release_held, stamp
 from dask_devctx.transfer.move import Move
 from tests.conftest import simulation  # noqa: F401  # both
 from tests.transfer.order import Order
@@ -96,11 +95,11 @@ def test_readers_on_another_thread_and_in_a_stream_of_their_own(
     own = order.stream(1, blocking=False)
     made.hold_back(Device(1), own)
     assert order.before(1, own) == {"made"}
-    lane = None
+    stream = None
     with Device(3):
-        lane = lanes.Lane(Device(3))
-        lane.after(made)
-    assert order.before(3, lane._stream) == {"made"}
+        stream = copy_streams.CopyStream(Device(3))
+        stream.after(made)
+    assert order.before(3, stream._stream) == {"made"}
 
 
 # -- the streams that a stamp covers

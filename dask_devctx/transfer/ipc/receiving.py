@@ -10,10 +10,10 @@ from typing import Any
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.errors import DevctxError
+from dask_devctx.transfer import copy_streams
 from dask_devctx.transfer.events import is_captured
-from dask_devctx.transfer.ipc import lanes
-from dask_devctx.transfer.ipc.parcel import Header, allocate
-from dask_devctx.transfer.ipc.ranges import in_a_row, in_piece
+from dask_devctx.transfer.parcel import Header, allocate
+from dask_devctx.transfer.pieces import in_a_row, in_piece
 
 
 class Opened:
@@ -92,12 +92,12 @@ class Receiving:
         with self.device:
             opened = self._buffers.get(self._owner, self._header.handle, self.device)
             self._opened: Opened | None = opened  # until the copy is done
-            with lanes.taken(self.device) as self.lane:
+            with copy_streams.taken(self.device) as self.stream:
                 # The libraries reuse memory that earlier work in their streams still reads.
-                self.lane.after_current_streams()
-                self.lane.keep_lock(len(self._pointers), self.nbytes)
+                self.stream.after_current_streams()
+                self.stream.keep_lock(len(self._pointers), self.nbytes)
                 self.copy_piece(0)
-                self.lane.mark()
+                self.stream.mark()
 
     def copy_piece(self, begin: int) -> None:
         """Start the copy of a piece that is staged, after those before."""
@@ -106,12 +106,12 @@ class Receiving:
         with self.device:
             for part, to, at in zip(self._header.parts, self._pointers, self._offsets, strict=True):
                 skip, nbytes = in_piece(begin, at, part.nbytes)
-                self.lane.copy(to + skip, base + at + skip, nbytes)
+                self.stream.copy(to + skip, base + at + skip, nbytes)
 
     def finish(self, *, is_done: bool = False) -> None:
         """Wait until all pieces have arrived, unless they have."""
         try:
-            lanes.finish(self.lane, is_done=is_done)
+            copy_streams.finish(self.stream, is_done=is_done)
         finally:
             self._opened = None
 

@@ -9,10 +9,10 @@ from typing import Final, NamedTuple
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver import statuses
 from dask_devctx.errors import DriverError
+from dask_devctx.transfer import copy_streams
 from dask_devctx.transfer.events import Stamp
-from dask_devctx.transfer.ipc import lanes
-from dask_devctx.transfer.ipc.parcel import Part
-from dask_devctx.transfer.ipc.ranges import Pool, Ranges, aligned, in_a_row, in_piece
+from dask_devctx.transfer.parcel import Part
+from dask_devctx.transfer.pieces import Pool, Ranges, aligned, in_a_row, in_piece
 
 # The smallest allocation, and the smallest limit of a device.
 _LEAST: Final = 2 * 2**20
@@ -126,38 +126,38 @@ class Sending:
             return False
         self.place = found
         try:
-            with self.staging.device as device, lanes.taken(device) as self.lane:
+            with self.staging.device as device, copy_streams.taken(device) as self.stream:
                 for stamp in self._after:
-                    self.lane.after(stamp)
+                    self.stream.after(stamp)
                 if self._gathered:
-                    self.lane.after_current_streams()
+                    self.stream.after_current_streams()
                 if self._on_one_device:
-                    self.lane.keep_lock(len(self.parts), self.nbytes)
-                self._copy(self.lane, 0)
-                self.lane.mark()
+                    self.stream.keep_lock(len(self.parts), self.nbytes)
+                self._copy(self.stream, 0)
+                self.stream.mark()
         except BaseException:
             self.close()
             raise
         return True
 
-    def _copy(self, lane: lanes.Lane, begin: int) -> None:
+    def _copy(self, stream: copy_streams.CopyStream, begin: int) -> None:
         assert self.place is not None
         buffer, offset = self.place
         for part, at in zip(self.parts, self._offsets, strict=True):
             skip, nbytes = in_piece(begin, at, part.nbytes)
-            copy = lane.copy_in if part.on_host else lane.copy
+            copy = stream.copy_in if part.on_host else stream.copy
             copy(buffer.pointer + offset + at + skip, part.pointer + skip, nbytes)
 
     def copy_piece(self, begin: int) -> None:
         """Copy one more piece into staging memory, and wait for it."""
-        with self.staging.device as device, lanes.taken(device) as lane:
-            self._copy(lane, begin)
-        lanes.finish(lane)
+        with self.staging.device as device, copy_streams.taken(device) as stream:
+            self._copy(stream, begin)
+        copy_streams.finish(stream)
 
     def finish(self, *, is_done: bool = False) -> None:
         """Wait until the first piece is in staging memory, unless it is there."""
         try:
-            lanes.finish(self.lane, is_done=is_done)
+            copy_streams.finish(self.stream, is_done=is_done)
         except BaseException:
             self.close()
             raise

@@ -9,8 +9,8 @@ import jax
 import numpy
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.transfer.ipc.parcel import Parcel, Part, Reduce
 from dask_devctx.transfer.libraries import Library, known
+from dask_devctx.transfer.parcel import Parcel, Part, Reduce
 
 
 def _bytes(array: Any) -> dict[Device, int]:

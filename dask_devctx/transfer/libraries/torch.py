@@ -16,10 +16,10 @@ import torch
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.transfer.events import torch_stream
-from dask_devctx.transfer.ipc.parcel import Parcel, Part, Reduce
 from dask_devctx.transfer.libraries import Library, known
 from dask_devctx.transfer.location import Memory
 from dask_devctx.transfer.move import to_device
+from dask_devctx.transfer.parcel import Parcel, Part, Reduce
 from dask_devctx.transfer.rebuild import reduced
 from dask_devctx.transfer.traffic import copy_bytes, is_dense, thread
 

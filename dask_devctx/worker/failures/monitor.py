@@ -15,8 +15,8 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.driver import statuses
 from dask_devctx.errors import DevctxError, DeviceFailedError, DriverError
 from dask_devctx.scheduler.messages import Failure
-from dask_devctx.worker.failures.calls import Call, Calls
 from dask_devctx.worker.failures.oom_retries import Retries
+from dask_devctx.worker.failures.running_calls import Call, Calls
 from dask_devctx.worker.failures.shutdown import begin_the_end
 from dask_devctx.worker.metrics.history import History
 
@@ -30,7 +30,7 @@ class Monitor:
     """Monitors the devices of one worker while tasks use them, and decides once who errs.
 
     A task errs with a device's failure if it is the one suspect, or if it does not run again. All
-    others run again. The suspects are watched then: each runs alone, so that the guilty task is the
+    others run again. The suspects run isolated then, each alone, so that the guilty task is the
     one suspect. A suspect that counts as done is no exception: dask runs it again if its result is
     needed, since the result was lost with the worker.
 

@@ -18,7 +18,7 @@ from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import release_library_caches, requested_nbytes
 from dask_devctx.errors import DevctxError, DeviceOutOfMemoryError
-from dask_devctx.worker.failures.calls import Call
+from dask_devctx.worker.failures.running_calls import Call
 
 if TYPE_CHECKING:
     from dask_devctx.worker.metrics.history import History

@@ -17,7 +17,7 @@ from dask_devctx.annotations import runs_once
 from dask_devctx.dask_internals import tasks
 from dask_devctx.dask_internals import worker as internals
 from dask_devctx.scheduler.messages import ACTION, FAILED, PROTOCOL, TOPIC, Failure
-from dask_devctx.worker.leases.registration import tell
+from dask_devctx.worker.registration import tell
 
 logger = logging.getLogger(__name__)
 

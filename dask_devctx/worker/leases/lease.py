@@ -25,7 +25,7 @@ from dask_devctx.dask_internals.worker import is_joining
 from dask_devctx.errors import DevicesInUseError, in_use, no_device
 from dask_devctx.scheduler.messages import ANNOUNCE, CLAIM, REFUSE
 from dask_devctx.scheduler.rows import LONGEST_TEXT
-from dask_devctx.worker.leases import registration
+from dask_devctx.worker import registration
 from dask_devctx.worker.leases.locks import held_devices, take
 
 logger = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ from distributed.core import clean_exception
 from dask_devctx.cuda.out_of_memory import clear_frames, is_out_of_memory
 from dask_devctx.dask_internals.connections import UNREAD, data_of
 from dask_devctx.errors import DevctxError, DriverError
-from dask_devctx.transfer.ipc.parcel import unpack
-from dask_devctx.transfer.ipc.ranges import more_pieces
 from dask_devctx.transfer.ipc.receiving import Receiving
+from dask_devctx.transfer.parcel import unpack
+from dask_devctx.transfer.pieces import more_pieces
 from dask_devctx.worker.peers.transfers import NEXT, QUICK_NBYTES, STAGED, PeerTransfers
 from dask_devctx.worker.peers.transport import FULL, SAYS
 from dask_devctx.worker.values.store import Store

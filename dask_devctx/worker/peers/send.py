@@ -18,10 +18,10 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import clear_frames, is_out_of_memory
 from dask_devctx.transfer import Stamp, nbytes_by_device
 from dask_devctx.transfer.events import is_captured, wait_for_captures
-from dask_devctx.transfer.ipc.parcel import Header, Parcel, pack
-from dask_devctx.transfer.ipc.ranges import more_pieces
 from dask_devctx.transfer.ipc.sending import Sending
-from dask_devctx.worker.comms.device_types import are_few, find, is_by_frames
+from dask_devctx.transfer.parcel import Header, Parcel, pack
+from dask_devctx.transfer.pieces import more_pieces
+from dask_devctx.worker.packing import are_few, find, is_by_frames
 from dask_devctx.worker.peers.transfers import NEXT, QUICK_NBYTES, STAGED, PeerTransfers
 from dask_devctx.worker.peers.transport import FULL, SAYS
 from dask_devctx.worker.values.host_form import Copying

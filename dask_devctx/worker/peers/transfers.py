@@ -108,7 +108,7 @@ class PeerTransfers:
 
     async def copied(self, transfer: Sending | Receiving) -> None:
         """Wait for a copy that has started: for a moment here, then on a thread."""
-        if transfer.lane.done_soon(_QUICK_S):
+        if transfer.stream.done_soon(_QUICK_S):
             transfer.finish(is_done=True)
         else:
             await self.run(transfer.finish)

@@ -1,7 +1,8 @@
 """The order in which a worker's tasks get the slots, shares and bytes of its devices.
 
-All that a task needs is taken at once, on all of its devices, under one lock. So no task holds a
-part and waits for the rest, and no two tasks can wait for each other.
+Their priorities are made in `worker/execute.py`. All that a task needs is taken at once, on all of
+its devices, under one lock. So no task holds a part and waits for the rest, and no two tasks can
+wait for each other.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from dask_devctx.dask_internals.scheduler import SOME_IDLE, part_for_idle
 from dask_devctx.dask_internals.shuffles import is_barrier
 from dask_devctx.dask_internals.worker import let_secede, replaced, waits_for_tasks, workers_log
 from dask_devctx.scheduler.messages import LATE
-from dask_devctx.worker.leases import registration
+from dask_devctx.worker import registration
 
 if TYPE_CHECKING:
     from dask_devctx.worker.placement.admission import Admission

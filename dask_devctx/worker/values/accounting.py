@@ -1,4 +1,4 @@
-"""What the values on each device take of its limit, and the order in which they are spilled."""
+"""What the values on each device take of its limit."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import itertools
 import math
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter, itemgetter
 from typing import Any, Final
 
 from dask.utils import parse_bytes
@@ -76,7 +75,7 @@ class Account:
         """Return the bytes of the values that cannot be spilled now, by reason."""
         found: Counter[str] = Counter()
         with self.changed:
-            blocks = [(memory, [*_living(some)]) for memory, some in self.blocks.items()]
+            blocks = [(memory, [*living(some)]) for memory, some in self.blocks.items()]
         for memory, values in blocks:
             if any(value.pins for value in values):
                 found["in use by running tasks"] += memory.nbytes
@@ -88,42 +87,11 @@ class Account:
 
     def values(self) -> dict[Value, None]:
         """Return the values, each once."""
-        return dict.fromkeys(_living(chain.from_iterable(self.blocks.values())))
-
-    def in_order(self, next_use: Callable[[Hashable], Any]) -> list[Value]:
-        """Return the values that may be spilled, in order.
-
-        First those that no known task needs, the least recently used first; then those whose task
-        runs last; small ones after all. Values that share memory leave or stay together.
-        """
-        blocks = self.blocks.items()
-        shared = {memory: [*_living(entries)] for memory, entries in blocks if len(entries) > 1}
-        stays = {memory for memory, values in shared.items() if not all(map(may_leave, values))}
-        idle: list[tuple[Any, Value]] = []
-        needed, last = idle[:], idle[:]
-        for value in sorted(self.values(), key=attrgetter("touched")):
-            under = value.entry.memories
-            if may_leave(value) and stays.isdisjoint(under):
-                use = next_use(value.key)
-                rest = last if sum(memory.nbytes for memory in under) < self.small else idle
-                (rest if use is None else needed).append((use, value))
-        needed.sort(key=itemgetter(0), reverse=True)
-        found: dict[Value, None] = {}
-        for _, value in (*idle, *needed, *last):
-            if value not in found:
-                found[value] = None
-                for memory in shared.keys() & value.entry.memories:
-                    found.update(dict.fromkeys(shared[memory]))
-        return [*found]
+        return dict.fromkeys(living(chain.from_iterable(self.blocks.values())))
 
 
-def _living(entries: Iterable[Entry]) -> Iterator[Value]:
+def living(entries: Iterable[Entry]) -> Iterator[Value]:
     return (value for entry in entries if (value := entry()) is not None)
-
-
-def may_leave(value: Value) -> bool:
-    """Return whether a value may be spilled now."""
-    return not (value.pins or value.stays or value.is_away)
 
 
 class Accounts(dict[Device, Account]):
@@ -161,7 +129,7 @@ class Accounts(dict[Device, Account]):
     def counted(self, memory: Memory, whole: Any) -> Value | None:
         """Return the value that an object in an allocation is counted as, if it is."""
         with self._lock:
-            found = _living(self[memory.device].blocks.get(memory, ()))
+            found = living(self[memory.device].blocks.get(memory, ()))
             return next((value for value in found if value.value is whole), None)
 
     def settle(self) -> None:

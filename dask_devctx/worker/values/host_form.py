@@ -17,13 +17,12 @@ from distributed.protocol.serialize import dask_deserialize, dask_serialize
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.errors import DriverUnavailableError
-from dask_devctx.transfer import nbytes_by_device
+from dask_devctx.transfer import copy_streams, nbytes_by_device
 from dask_devctx.transfer.events import Stamp, hold, is_captured
-from dask_devctx.transfer.ipc import lanes
-from dask_devctx.transfer.ipc.parcel import Parcel, Part, allocate, pack, unpack
 from dask_devctx.transfer.location import memory_of
 from dask_devctx.transfer.page_locked import HostBlock, PageLockedPool, copy_ordinary
-from dask_devctx.worker.comms.device_types import find, find_views, is_array
+from dask_devctx.transfer.parcel import Parcel, Part, allocate, pack, unpack
+from dask_devctx.worker.packing import find, find_views, is_array
 
 # The kind and the details of each part, and the number of buffers.
 About = tuple[list[tuple[str, Any]], int]
@@ -54,18 +53,18 @@ class HostForm(Parcel):
         """Return the value on a device, and the stamp of the copy; does not wait for it."""
         with device:
             memory, pointers = allocate((part.description for part in self.parts), device)
-            lane = lanes.shared(device, "in")
+            stream = copy_streams.shared(device, "in")
             try:
                 # The libraries reuse memory that earlier work in their streams still reads.
-                lane.after_current_streams()
+                stream.after_current_streams()
                 for pointer, part in zip(pointers, self.parts, strict=True):
                     if part.owner.is_page_locked or part.nbytes < _FEW_NBYTES:
-                        lane.copy_in(pointer, part.pointer, part.nbytes)
+                        stream.copy_in(pointer, part.pointer, part.nbytes)
                     else:
-                        lane.wait()
+                        stream.wait()
                         copy_ordinary(device, pointer, part.pointer, part.nbytes)
             finally:  # after an error, too, copies may be under way
-                stamp = Stamp({device: (lane.reached(),)})
+                stamp = Stamp({device: (stream.reached(),)})
                 hold(stamp, self, memory)
             if any(part.kind == "jax" for part in self.parts):
                 wait_for(stamp)  # JAX does not reveal the streams that read it
@@ -134,25 +133,25 @@ class Copying:
                 packed = pack(value, find_views)
             self._packed: Parcel | None = packed  # may have memory that the copy reads
             parts = []
-            with lanes.taken(device) as self._lane:
-                self._lane.after(after)
+            with copy_streams.taken(device) as self._stream:
+                self._stream.after(after)
                 if packed.gathered:
-                    self._lane.after_current_streams()
+                    self._stream.after_current_streams()
                 for part in packed.parts:
                     block = take(part.nbytes)
-                    self._lane.copy_out(block.address, part.pointer, part.nbytes)
+                    self._stream.copy_out(block.address, part.pointer, part.nbytes)
                     parts.append(replace(part, pointer=block.address, owner=block, on_host=True))
         self.form = HostForm(packed.pickled, packed.buffers, parts, home=device)
 
     def finish(self) -> HostForm:
         """Return the host form when its copies are done."""
-        lanes.finish(self._lane)
+        copy_streams.finish(self._stream)
         self._packed = None
         return self.form
 
     def drop(self) -> None:
         """Wait for the copies, whose result is not needed."""
-        lanes.drop(self._lane)
+        copy_streams.drop(self._stream)
 
 
 def wait_for(stamp: Stamp) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from time import monotonic, perf_counter, sleep
@@ -28,9 +28,10 @@ from dask_devctx.transfer import nbytes_by_device, release_held, walk
 from dask_devctx.transfer.ipc.sending import Staging
 from dask_devctx.transfer.page_locked import PageLockedPool
 from dask_devctx.worker.threads import keep_near
-from dask_devctx.worker.values.accounting import Account, Accounts, allocations, may_leave, numbers
+from dask_devctx.worker.values.accounting import Account, Accounts, allocations, numbers
 from dask_devctx.worker.values.copies import Copies
 from dask_devctx.worker.values.host_form import Copying, HostForm
+from dask_devctx.worker.values.spill_order import in_order, may_leave, next_use
 from dask_devctx.worker.values.value import AWAY, Value
 
 logger = logging.getLogger(__name__)
@@ -53,8 +54,6 @@ _LOOKS: Final = 500
 _POLL_S: Final = 0.002
 # The fraction of a worker's host memory that may be page-locked.
 _PAGE_LOCKED: Final = 0.4
-# The tasks in these states need their inputs soon.
-_NEED_INPUTS: Final = frozenset({"waiting", "ready", "constrained", "executing", "resumed"})
 
 
 class Spill:
@@ -265,7 +264,7 @@ class Spill:
         moving: deque[tuple[Value, Copying]] = deque()
         with self.lock:
             self.accounts.settle()
-            values = deque(account.in_order(self._next_use))
+            values = deque(in_order(account, partial(next_use, self.worker)))
         try:
             while True:
                 soon = sum(copying.form.nbytes for _, copying in moving)
@@ -298,15 +297,6 @@ class Spill:
             for _, copying in moving:
                 copying.drop()
         return freed
-
-    def _next_use(self, key: Hashable) -> Any:
-        """Return the priority of the next task that needs a key's value, or None."""
-        ts = self.worker.state.tasks.get(key)
-        if ts is None or not ts.dependents:
-            return None
-        of_those = list(ts.dependents)  # at once: the event loop changes it
-        priorities = (dep.priority for dep in of_those if dep.state in _NEED_INPUTS)
-        return min((one for one in priorities if one is not None), default=None)
 
     def _gone(self, account: Account, value: Value, form: HostForm) -> int:
         """Let a value go that is in host memory, too; return the bytes that this frees."""

@@ -21,6 +21,7 @@ from dask_devctx.transfer import Stamp, events, hold, nbytes_by_device, release_
 from dask_devctx.transfer.traffic import TrafficCounts
 from dask_devctx.worker.values.accounting import Accounts, allocations, limit_nbytes
 from dask_devctx.worker.values.copies import Copies
+from dask_devctx.worker.values.spill_order import in_order
 from dask_devctx.worker.values.value import Value
 from tests.distributed.devices import work_is_pending
 
@@ -162,4 +163,4 @@ def test_values_of_one_allocation_leave_one_after_the_other(machine: SimulatedMa
     }
     for one in values.values():
         accounts.count(one, allocations(one.value, one.nbytes))
-    assert [one.key for one in accounts[Device(0)].in_order(lambda key: None)] == ["a", "c", "b"]
+    assert [one.key for one in in_order(accounts[Device(0)], lambda key: None)] == ["a", "c", "b"]

@@ -13,8 +13,8 @@ from dask_devctx.annotations import Request
 from dask_devctx.cuda import naming
 from dask_devctx.cuda.naming import DeviceInfo, Inventory
 from dask_devctx.scheduler.cluster import Cluster, WorkerDevices
+from dask_devctx.scheduler.division import Claim, divide
 from dask_devctx.scheduler.restrictions import Restrictions
-from dask_devctx.scheduler.sharing import Claim, divide
 
 ADDRESSES = [f"tcp://10.0.0.{n}:1" for n in range(3)]
 UUIDS = [f"GPU-{n % 2}33ebc8{n}-95a3-9648-c914-5259efe7a11e" for n in range(4)]

@@ -149,7 +149,7 @@ def test_annotations_that_seem_to_name_a_device_are_told_of_once(
 
 def test_other_annotations_are_not_ours() -> None:
     others = ("priority", "workers", "retries", "resources", "executor", "span", "service")
-    mine = ("rerun", "device", "device_share", "devctx-watched", "owner", "advice", "return")
+    mine = ("rerun", "device", "device_share", "devctx-isolated", "owner", "advice", "return")
     assert not [*mistaken(dict.fromkeys((*others, *mine), 3))]
     typos = {"devicee": "device=3", "devcies": "devices=3", "device_memry": "device_memory=3"}
     typos |= {"share": "device_share=3", "GPU": "device=3", "gpus": "devices=3", "reruns": "rerun"}

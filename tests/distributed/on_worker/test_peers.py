@@ -19,7 +19,7 @@ from distributed.protocol.cuda import cuda_deserialize, cuda_serialize
 from dask_devctx import Device, DevicePlugin, SimulatedArray, driver, report
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DeviceOutOfMemoryError
-from dask_devctx.transfer.ipc import ranges
+from dask_devctx.transfer import pieces
 from dask_devctx.transfer.ipc.receiving import Receiving
 from dask_devctx.transfer.ipc.sending import Sending
 from dask_devctx.transfer.libraries import MODULES, Library
@@ -383,7 +383,7 @@ def test_unused_staging_memory_makes_room_for_a_larger_value() -> None:
 
 def test_what_is_larger_than_the_staging_memory_passes_alone(monkeypatch: Any) -> None:
     limit = 2.0 * 2**20  # bytes may be a float
-    monkeypatch.setattr(ranges, "PIECE", 3_000_001)
+    monkeypatch.setattr(pieces, "PIECE", 3_000_001)
     with peers.configured(ipc_staging=limit), peers.cluster(2) as (client, workers):
         many = [client.submit(large, workers=workers[:1], pure=False) for _ in range(3)]
         used = [client.submit(is_right, one, workers=workers[1:], pure=False) for one in many]
@@ -417,7 +417,7 @@ def fail_once(kind: Any) -> None:
 def test_a_value_whose_next_piece_fails_is_sent_again(
     where: int, kind: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(ranges, "PIECE", 3_000_001)
+    monkeypatch.setattr(pieces, "PIECE", 3_000_001)
     with peers.cluster(2) as (client, workers):
         client.run(fail_once, kind, workers=[workers[where]])
         assert peers.send(client, large, is_right, workers)
@@ -439,9 +439,9 @@ def empty(dask_worker: Worker) -> None:
         driver.backend().calls.work.free(peers.kept.pop())
 
 
-@pytest.mark.parametrize("piece", [ranges.PIECE, 2**20])
+@pytest.mark.parametrize("piece", [pieces.PIECE, 2**20])
 def test_without_room_there_a_value_arrives_in_host_memory(piece: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(ranges, "PIECE", piece)
+    monkeypatch.setattr(pieces, "PIECE", piece)
     with peers.cluster(2) as (client, workers):
         assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
         made = client.submit(peers.array, 2_000_000, workers=workers[:1], pure=False)

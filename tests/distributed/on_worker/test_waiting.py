@@ -16,7 +16,7 @@ from distributed import Event, get_client, rejoin, secede, worker_client
 from distributed.utils_test import async_poll_for, poll_for
 
 from dask_devctx import DevicePlugin, SimulatedArray
-from dask_devctx.worker.leases import registration
+from dask_devctx.worker import registration
 from dask_devctx.worker.placement import balance
 from tests.distributed.devices import blocks, here, on_cluster, started, submit_on, with_plugin
 

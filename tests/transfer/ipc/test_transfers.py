@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from dask_devctx import Device, driver
 from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.transfer.ipc import lanes
-from dask_devctx.transfer.ipc.parcel import Described, Header
-from dask_devctx.transfer.ipc.ranges import ALIGNMENT, Ranges, aligned
+from dask_devctx.transfer import copy_streams
 from dask_devctx.transfer.ipc.receiving import OpenedBuffers, Receiving
 from dask_devctx.transfer.ipc.sending import Staging
-from dask_devctx.worker.comms import device_types
+from dask_devctx.transfer.parcel import Described, Header
+from dask_devctx.transfer.pieces import ALIGNMENT, Ranges, aligned
+from dask_devctx.worker import packing
 from tests.addressed import AddressedDriver, addressed
 
 MIB = 2**20
-assert device_types  # it knows how to allocate simulated memory
+assert packing  # it knows how to allocate simulated memory
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3000)), max_size=60))
@@ -176,7 +176,7 @@ def test_values_are_read_from_a_buffer_that_is_opened_once(
 def test_a_lane_can_be_had_while_the_driver_waits_for_another(
     machine: SimulatedMachine, function: str
 ) -> None:
-    """Where a stream is full, it may wait for the device. The event loop takes lanes, too."""
+    """Where a stream is full, it may wait for the device. The event loop takes streams, too."""
     waiting, go_on, taken = threading.Event(), threading.Event(), threading.Event()
 
     def wait(*_: object) -> bool:
@@ -186,11 +186,11 @@ def test_a_lane_can_be_had_while_the_driver_waits_for_another(
 
     def share() -> None:
         with Device(0):
-            lanes.shared(Device(0), "in")
+            copy_streams.shared(Device(0), "in")
 
     def take() -> None:
         with Device(0):
-            lanes.give(lanes.take(Device(0)))
+            copy_streams.give(copy_streams.take(Device(0)))
         taken.set()
 
     take()
@@ -217,23 +217,23 @@ def calls(machine: SimulatedMachine) -> Iterator[AddressedDriver]:
 
 
 def _enqueued(calls: AddressedDriver, copies: int = 1, nbytes: int = 8) -> list[str]:
-    """Return the calls by address that copies in a lane take."""
+    """Return the calls by address that copies in a stream take."""
     work = Device(0)._backend.calls.work
-    memory = work.allocate(2 * lanes.FEW_NBYTES + 2)
-    lane = lanes.take(Device(0))
+    memory = work.allocate(2 * copy_streams.FEW_NBYTES + 2)
+    stream = copy_streams.take(Device(0))
     calls.enqueued.clear()
-    lane.after_current_streams()
+    stream.after_current_streams()
     calls.asked.clear()
-    lane.keep_lock(copies, nbytes)
+    stream.keep_lock(copies, nbytes)
     for _ in range(copies):
-        lane.copy(memory + nbytes, memory, nbytes)
-    lane.mark()
+        stream.copy(memory + nbytes, memory, nbytes)
+    stream.mark()
     found = list(calls.enqueued)
-    lane.copy(memory + nbytes, memory, nbytes)  # more of them need a new look
-    lane.mark()
+    stream.copy(memory + nbytes, memory, nbytes)  # more of them need a new look
+    stream.mark()
     assert calls.enqueued == found
-    assert lane.done()
-    lanes.finish(lane)
+    assert stream.done()
+    copy_streams.finish(stream)
     work.free(memory)
     return found
 
@@ -245,9 +245,10 @@ def test_a_few_copies_keep_pythons_lock_where_no_stream_is_full(calls: Addressed
     """The events in the streams of libraries do not: these may be full."""
     assert _enqueued(calls) == ["cuMemcpyAsync", "cuEventRecord"]
     assert calls.asked == QUESTIONS
-    assert _enqueued(calls, lanes.FEW) == ["cuMemcpyAsync"] * lanes.FEW + ["cuEventRecord"]
-    assert _enqueued(calls, nbytes=lanes.FEW_NBYTES) == ["cuMemcpyAsync", "cuEventRecord"]
-    assert _enqueued(calls, lanes.FEW + 1) == []
-    assert _enqueued(calls, nbytes=lanes.FEW_NBYTES + 1) == []
+    few = copy_streams.FEW
+    assert _enqueued(calls, few) == ["cuMemcpyAsync"] * few + ["cuEventRecord"]
+    assert _enqueued(calls, nbytes=copy_streams.FEW_NBYTES) == ["cuMemcpyAsync", "cuEventRecord"]
+    assert _enqueued(calls, few + 1) == []
+    assert _enqueued(calls, nbytes=copy_streams.FEW_NBYTES + 1) == []
     calls.busy.add(LEGACY_STREAM)
     assert _enqueued(calls) == []

@@ -19,10 +19,10 @@ from distributed.protocol.serialize import ObjectDictSerializer
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.transfer import device_of, nbytes_by_device, walk
-from dask_devctx.transfer.ipc.lanes import FEW
-from dask_devctx.transfer.ipc.parcel import Parcel, Part, Reduce, part_of
+from dask_devctx.transfer.copy_streams import FEW
 from dask_devctx.transfer.libraries import MODULES, named
 from dask_devctx.transfer.location import memory_of
+from dask_devctx.transfer.parcel import Parcel, Part, Reduce, part_of
 from dask_devctx.transfer.traffic import is_dense
 
 _NUMBERS: Final = (int, float, complex, bool, type(None))

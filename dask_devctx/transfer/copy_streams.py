@@ -1,4 +1,4 @@
-"""Streams that only do copies, each used by one transfer at a time."""
+"""Streams of devices that only do copies, each used by one transfer at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FEW_NBYTES: Final = 2**20
 _MANY: Final = 4096
 
 
-class Lane:
+class CopyStream:
     """A stream of a device, which is current on this thread; only its user waits for its work."""
 
     def __init__(self, device: Device) -> None:
@@ -49,7 +49,7 @@ class Lane:
     def keep_lock(self, copies: int, nbytes: int) -> bool:
         """Keep the GIL in the copies that come now, if they are few and none can wait."""
         # To get the GIL back takes a thread up to a millisecond where others are busy. The copies
-        # are between addresses of the lane's device, or of memory that another process shows.
+        # are between addresses of the stream's device, or of memory that another process shows.
         few = copies <= FEW and nbytes <= FEW_NBYTES
         self._at_once = few and self._calls.work.look.is_legacy_idle()
         return self._at_once
@@ -95,7 +95,7 @@ class Lane:
     def done_soon(self, within_s: float) -> bool:
         """Return whether all work before the mark is known to be done within a short time."""
         until, done = time.perf_counter() + within_s, False
-        with suppress(DevctxError):  # whoever waits for the lane meets it
+        with suppress(DevctxError):  # whoever waits for the stream meets it
             while not (done := self.done()) and time.perf_counter() < until:
                 pass
         return done
@@ -105,63 +105,63 @@ class Lane:
         self._calls.work.stream_synchronize(self._stream)
 
 
-_free: defaultdict[Device, list[Lane]] = defaultdict(list)
-_shared: dict[tuple[Device, str], Lane] = {}
+_free: defaultdict[Device, list[CopyStream]] = defaultdict(list)
+_shared: dict[tuple[Device, str], CopyStream] = {}
 _lock = ProcessLock()  # a ``__del__`` may copy, too
-_sharing = ProcessLock()  # another one: while a lane is made, the driver may wait for the device
+_sharing = ProcessLock()  # another one: while a stream is made, the driver may wait for the device
 
 
-def take(device: Device) -> Lane:
-    """Return a lane of the current device; :func:`finish` or :func:`drop` it in the end."""
+def take(device: Device) -> CopyStream:
+    """Return a stream of the current device; :func:`finish` or :func:`drop` it in the end."""
     with _lock:
-        lane = _free[device].pop() if _free[device] else None
-    return lane if lane is not None and lane.usable else Lane(device)
+        stream = _free[device].pop() if _free[device] else None
+    return stream if stream is not None and stream.usable else CopyStream(device)
 
 
 @contextmanager
-def taken(device: Device) -> Iterator[Lane]:
-    """Give a lane for copies that begin inside; :func:`finish` it, unless they fail."""
-    lane = take(device)
+def taken(device: Device) -> Iterator[CopyStream]:
+    """Give a stream for copies that begin inside; :func:`finish` it, unless they fail."""
+    stream = take(device)
     try:
-        yield lane
+        yield stream
     except BaseException:
-        drop(lane)
+        drop(stream)
         raise
 
 
-def shared(device: Device, name: str) -> Lane:
-    """Return the lane of this name of the current device, which several threads may use at a time.
+def shared(device: Device, name: str) -> CopyStream:
+    """Return the current device's stream of this name, which several threads may use at a time.
 
     Its users wait for their copies by events, and may so wait for the copies of others, too.
     """
     with _sharing:
-        lane = _shared.get((device, name))
-        if lane is None or not lane.usable:
-            lane = _shared[device, name] = Lane(device)
-    return lane
+        stream = _shared.get((device, name))
+        if stream is None or not stream.usable:
+            stream = _shared[device, name] = CopyStream(device)
+    return stream
 
 
-def give(lane: Lane) -> None:
-    """Make a lane available again; all its work is done."""
-    lane._at_once = False  # if an error came before its mark
+def give(stream: CopyStream) -> None:
+    """Make a stream available again; all its work is done."""
+    stream._at_once = False  # if an error came before its mark
     with _lock:
-        _free[lane.device].append(lane)
+        _free[stream.device].append(stream)
 
 
-def finish(lane: Lane, *, is_done: bool = False) -> None:
-    """Wait until all work of a lane is done, unless it is, and make the lane available again."""
-    with lane.device:
+def finish(stream: CopyStream, *, is_done: bool = False) -> None:
+    """Wait until all work of a stream is done, unless it is, and make it available again."""
+    with stream.device:
         try:
             if not is_done:
-                lane.wait()
+                stream.wait()
         except BaseException:
-            drop(lane)
+            drop(stream)
             raise
-        give(lane)
+        give(stream)
 
 
-def drop(lane: Lane) -> None:
-    """Wait for a lane whose result is not needed: it may write to memory that is freed next."""
-    with suppress(DevctxError), lane.device:  # a lane that failed does not write any more
-        lane.wait()
-        give(lane)
+def drop(stream: CopyStream) -> None:
+    """Wait for a stream whose result is not needed: it may write to memory that is freed next."""
+    with suppress(DevctxError), stream.device:  # a stream that failed does not write any more
+        stream.wait()
+        give(stream)

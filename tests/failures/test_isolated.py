@@ -1,4 +1,4 @@
-"""Watched runs: who waits for whom, and which tasks a device's failure is not the fault of."""
+"""Isolated runs: who waits for whom, and which tasks a device's failure is not the fault of."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from distributed import Client, get_worker, secede
 from distributed.utils_test import async_poll_for, poll_for
 
 from dask_devctx import Device, DevicePlugin, driver
-from dask_devctx.annotations import WATCHED
+from dask_devctx.annotations import ISOLATED
 from dask_devctx.worker.guard import Guard
 from tests.distributed.devices import on_cluster, submit_on, with_plugin
 from tests.failures.conftest import failures, leave_a_bad_kernel_running
 from tests.failures.test_sticky import check_found, write_to_an_illegal_address
 
 # A task's second run, as after a failure with several suspects.
-watched = {WATCHED: [1, 3]}
+isolated = {ISOLATED: [1, 3]}
 
 
 @pytest.mark.parametrize("left_on", [0, 1])
-def test_work_that_was_left_running_before_a_watched_task_is_not_its_fault(
+def test_work_that_was_left_running_before_an_isolated_task_is_not_its_fault(
     apart: Client, left_on: int
 ) -> None:
     bad = submit_on(apart, left_on, leave_a_bad_kernel_running, 0.3)
     bad.result(timeout=30)
-    with dask.annotate(device=0, **watched):
+    with dask.annotate(device=0, **isolated):
         innocent = apart.submit(str, 1)
     check_found(bad)
     assert innocent.result(timeout=30) == "1"
@@ -61,7 +61,7 @@ def test_a_failure_that_no_task_caused_is_the_fault_of_nobody(
         time.sleep(1.5)  # its work is known to be done
         apart.run(fail_soon, code)
         if busy:
-            with dask.annotate(**watched):
+            with dask.annotate(**isolated):
                 innocent = apart.submit(time.sleep, 1.0)
         else:
             time.sleep(0.5)
@@ -95,14 +95,14 @@ async def stay_in_a_coroutine(name: str) -> None:
 
 @pytest.mark.parametrize("running", [stay, stay_in_a_coroutine])
 @with_plugin(4)
-async def test_a_watched_task_waits_for_the_running_ones_and_others_for_it(
+async def test_an_isolated_task_waits_for_the_running_ones_and_others_for_it(
     client: Any, worker: Any, running: Callable[[str], Any]
 ) -> None:
     steps.clear()
     calls = worker.plugins["devctx"].extension.monitor.calls
     first = submit_on(client, 0, running, "first")
     await async_poll_for(lambda: steps, timeout=10)
-    with dask.annotate(device=1, **watched):
+    with dask.annotate(device=1, **isolated):
         alone = client.submit(stay, "alone")
     await async_poll_for(lambda: calls.turns, timeout=10)
     later = submit_on(client, 2, running, "later")
@@ -132,15 +132,15 @@ def secede_once_cancelled(key: str) -> None:
 
 
 @with_plugin(4)
-async def test_a_watched_task_that_secedes_when_it_was_cancelled_is_not_waited_for(
+async def test_an_isolated_task_that_secedes_when_it_was_cancelled_is_not_waited_for(
     client: Any, worker: Any
 ) -> None:
     try:
-        with dask.annotate(device=0, **watched):
+        with dask.annotate(device=0, **isolated):
             cancelled = client.submit(secede_once_cancelled, "cancelled", key="cancelled")
         await async_poll_for(lambda: worker.state.executing_count, timeout=10)
         await cancelled.cancel()
-        with dask.annotate(device=1, **watched):
+        with dask.annotate(device=1, **isolated):
             assert await asyncio.wait_for(client.submit(double, 1).result(), 10) == 2
     finally:
         _go_on.set()
@@ -152,7 +152,7 @@ def wait_to_go_on() -> None:
 
 @pytest.mark.parametrize("function", [double, double_later], ids=["function", "coroutine"])
 @with_plugin(4)
-async def test_nobody_waits_for_a_watched_task_that_was_cancelled_before_its_turn(
+async def test_nobody_waits_for_an_isolated_task_that_was_cancelled_before_its_turn(
     client: Any, worker: Any, function: Callable[[int], Any]
 ) -> None:
     _go_on.clear()
@@ -160,7 +160,7 @@ async def test_nobody_waits_for_a_watched_task_that_was_cancelled_before_its_tur
     try:
         long = submit_on(client, 0, wait_to_go_on)
         await async_poll_for(lambda: worker.state.executing_count, timeout=10)
-        with dask.annotate(device=1, **watched):
+        with dask.annotate(device=1, **isolated):
             cancelled = client.submit(function, 2, key="cancelled")
         await async_poll_for(lambda: calls.turns, timeout=10)
         await cancelled.cancel()
@@ -172,14 +172,14 @@ async def test_nobody_waits_for_a_watched_task_that_was_cancelled_before_its_tur
 
 
 @on_cluster(4)
-async def test_a_worker_closes_at_once_although_a_coroutine_waits_for_a_watched_task(
+async def test_a_worker_closes_at_once_although_a_coroutine_waits_for_an_isolated_task(
     client: Any, worker: Any
 ) -> None:
     await client.register_plugin(DevicePlugin())
     monitor = worker.plugins["devctx"].extension.monitor
-    watched = Guard(monitor, "watched", (Device(0),))
-    watched.alone = True
-    assert monitor.calls.may_begin(watched)
+    isolated = Guard(monitor, "isolated", (Device(0),))
+    isolated.alone = True
+    assert monitor.calls.may_begin(isolated)
     waiting = [client.submit(double_later, 1)]
     await async_poll_for(lambda: worker.state.executing_count, timeout=10)
     await asyncio.wait_for(worker.close(), 20)  # dask waits half a minute for its coroutines
