@@ -183,22 +183,6 @@ def test_primary(backend):
     assert repr(Device(0)) in repr(primary)
 
 
-def test_primary_retained_by_many_threads_once(machine):
-    barrier = threading.Barrier(8)
-
-    def work():
-        barrier.wait()
-        with Device(1):
-            pass
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert machine.gpus[1].primary_retained == 1
-
-
 def test_primary_flags(backend):
     primary = Device(0).primary_context
     primary.flags = ContextFlags.SCHED_BLOCKING_SYNC

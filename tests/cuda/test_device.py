@@ -6,6 +6,7 @@ import copy
 import operator
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import cloudpickle
@@ -22,13 +23,16 @@ GIB = 2**30
 
 
 def test_one_object_per_gpu_and_process(machine):
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(Device(2))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert {id(device) for device in found} == {id(Device(2))}
+    barrier = threading.Barrier(8)
+
+    def enter(_):
+        barrier.wait()
+        with Device(2) as device:
+            return id(device)
+
+    with ThreadPoolExecutor(8) as threads:
+        assert set(threads.map(enter, range(8))) == {id(Device(2))}
+    assert machine.gpus[2].primary_retained == 1, "its primary context is retained once"
     assert Device(2) is devices()[2]
     assert len({Device(n) for n in (0, 1, 2, 3, 2, 1)}) == 4
 

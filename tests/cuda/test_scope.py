@@ -15,7 +15,7 @@ from functools import partial
 import pytest
 from cuda.bindings.driver import CUcontext, CUresult
 
-from dask_devctx import Device, devices, driver
+from dask_devctx import Device, devices, driver, on_device
 from dask_devctx.cuda.context import Context
 from dask_devctx.cuda.scope import Restored, open_scopes
 from dask_devctx.driver.backends import Backend
@@ -135,12 +135,24 @@ def restoring(handle):
     return lambda context: int(context) == handle
 
 
-def test_failing_restore_is_raised(machine, calls):
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda fn: Device(1).run(fn),
+        lambda fn: on_device(1)(fn)(),
+        lambda fn: Device(1).primary_context.run(fn),
+    ],
+)
+def test_failing_restore_is_raised(machine, calls, call):
     machine.faults.inject("cuCtxSetCurrent", FAILED, when=restoring(0))
     with pytest.raises(DriverError, match="cuCtxSetCurrent failed with CUDA_ERROR_UNKNOWN"):
-        Device(1).run(int)
+        call(int)
     assert open_scopes() == ()  # the entry is dropped after the restore was tried
-    calls.set_current(0)
+    own = Context(0)
+    own.set_current()
+    with pytest.raises(DeviceScopeError, match="which was destroyed in the meantime"):
+        call(own.close)
+    assert current() == 0
 
 
 def test_failing_restore_is_a_note_on_the_bodys_own_exception(machine, calls, caplog):

@@ -7,9 +7,8 @@ from contextlib import closing
 import pytest
 from cuda.bindings.driver import CUresult
 
-from dask_devctx import Context, Device, driver, on_device
+from dask_devctx import Context, Device
 from dask_devctx.cuda.scope import open_scopes
-from dask_devctx.errors import DeviceScopeError
 
 FAILED = CUresult.CUDA_ERROR_LAUNCH_FAILED
 
@@ -61,19 +60,3 @@ def test_an_interrupted_wait_restores(scope, machine):
         assert open_scopes() == (Device(2),)
         assert Device.current() is Device(2)
     machine.faults.clear()
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda fn: Device(1).run(fn),
-        lambda fn: on_device(1)(fn)(),
-        lambda fn: Device(1).primary_context.run(fn),
-    ],
-)
-def test_a_restore_that_fails_is_raised(machine, call):
-    own = Context(0)
-    own.set_current()
-    with pytest.raises(DeviceScopeError, match="which was destroyed in the meantime"):
-        call(own.close)
-    assert driver.backend().current_context() == 0

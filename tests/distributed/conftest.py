@@ -14,6 +14,7 @@ import pytest
 from distributed import Client, LocalCluster, utils_test
 
 from dask_devctx.driver.simulated import SimulatedMachine
+from tests.distributed.devices import started
 from tests.distributed.starting import forked_workers
 
 
@@ -41,7 +42,12 @@ def lock_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
 
 
 @pytest.fixture
-def client(cluster: LocalCluster) -> Iterator[Client]:
-    """A client of the module's own ``cluster``."""
-    with Client(cluster) as client:
+def client() -> Iterator[Client]:
+    """A client of a cluster in this process, of two workers with two devices each."""
+    with started(n_workers=2, tasks_per_device=2) as client:
         yield client
+
+
+@pytest.fixture
+def cluster(client: Client) -> LocalCluster:
+    return client.cluster

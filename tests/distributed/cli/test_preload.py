@@ -42,11 +42,6 @@ def address() -> Iterator[str]:
         yield address_of(scheduler)
 
 
-def test_without_a_visible_device_the_error_has_the_variable(address: str) -> None:
-    with dask_command(*WORKER, "--no-nanny", address, env={"CUDA_VISIBLE_DEVICES": "9"}) as worker:
-        assert worker.says("Available: none; CUDA_VISIBLE_DEVICES is '9'"), worker.said
-
-
 def test_several_hosts(address: str) -> None:
     with ExitStack() as stack:
         for host in ("a", "b"):
@@ -93,7 +88,10 @@ def test_workers_of_a_machine_share_it_out(address: str) -> None:
     ("nanny", "env", "text"),
     [
         ("--nanny", {"DASK_DEVCTX__DEVICES": "[7]"}, "no device 7"),
-        ("--no-nanny", {"CUDA_VISIBLE_DEVICES": "9"}, "no GPU: check CUDA_VISIBLE_DEVICES"),
+        (
+            *("--no-nanny", {"CUDA_VISIBLE_DEVICES": "9"}),
+            "(?s)no GPU: check CUDA_VISIBLE_DEVICES.*Available: none; CUDA_VISIBLE_DEVICES is '9'",
+        ),
         ("--no-nanny", {"DASK_DEVCTX__SHARED": "7"}, "devctx.shared"),
     ],
 )
@@ -102,7 +100,7 @@ def test_a_worker_without_devices_does_not_start(
 ) -> None:
     with dask_command(*WORKER, nanny, address, env=env) as worker:
         assert worker.ends() != 0
-    assert text in worker.said
+    assert re.search(text, worker.said)
 
 
 @pytest.mark.parametrize("processes", [False, True])

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import signal
+import sys
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -142,12 +143,8 @@ def test_what_cannot_be_ends_with_a_status(
     started: list[dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from importlib.util import find_spec
-
-    missing = ("rmm", "distributed_ucxx", "ucp")
-    monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name, *rest: None if name in missing else find_spec(name)
-    )
+    for name in ("rmm", "distributed_ucxx", "ucp"):
+        monkeypatch.setitem(sys.modules, name, None)
     result = run(*arguments.split())
     assert (result.exit_code, started) == (status, [])
     assert re.search(said, " ".join(result.stderr.split()))

@@ -262,14 +262,9 @@ class OfAUser(UserDict[Any, Any]):
 
 
 def test_a_mapping_of_the_users_holds_host_data_only_and_is_not_read_for_nothing() -> None:
-    with (
-        LocalCluster(
-            n_workers=1, threads_per_worker=8, processes=False, dashboard_address=":0", data=OfAUser
-        ) as cluster,
-        Client(cluster) as client,
-    ):
+    with started(LocalCluster, n_workers=1, threads_per_worker=8, data=OfAUser) as client:
         client.register_plugin(DevicePlugin(devices=[0], device_memory_limit="3 MiB"))
-        (worker,) = cluster.workers.values()
+        (worker,) = client.cluster.workers.values()
         five = client.submit(int, 5)
         assert five.result() == 5
         assert worker.data == {five.key: 5}

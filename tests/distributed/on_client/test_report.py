@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -30,14 +29,6 @@ from dask_devctx import (
 from dask_devctx.client.report import Report, ReportedDevice
 from dask_devctx.scheduler.messages import HISTORY
 from tests.distributed.devices import fail, started, submit_on
-
-
-@pytest.fixture
-def cluster() -> Iterator[LocalDeviceCluster]:
-    with LocalDeviceCluster(
-        n_workers=2, processes=False, dashboard_address=":0", tasks_per_device=2
-    ) as cluster:
-        yield cluster
 
 
 def nap(seconds: float) -> int:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 import warnings
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,12 +32,6 @@ from tests.distributed.devices import on_cluster, started, submit_on, uuid_here,
 def worker_and_device() -> tuple[str, int]:
     device = Device.current()
     return get_worker().address, device.device_id
-
-
-@pytest.fixture
-def cluster() -> Iterator[LocalDeviceCluster]:
-    with LocalDeviceCluster(n_workers=2, processes=False, dashboard_address=":0") as cluster:
-        yield cluster
 
 
 def holder(cluster: LocalCluster, ordinal: int) -> Worker:

@@ -304,16 +304,20 @@ async def leaves_one_later(*_: object) -> int | None:
     before = here()
     Device(0).set_current()
     await asyncio.sleep(0.001)
+    assert here() == before
     Device(0).set_current()
     return before
 
 
+@pytest.mark.parametrize("device", [None, 1])
 @pytest.mark.parametrize("function", [leaves_one, leaves_one_later])
 @with_plugin(1, devices=[0, 1])
-async def test_what_a_task_leaves_current_the_next_does_not_see(client: Any, function: Any) -> None:
+async def test_what_a_task_leaves_current_the_next_does_not_see(
+    client: Any, function: Any, device: int | None
+) -> None:
     x = client.submit(make)
     for inputs in ((), (x,), (), (x,)):
-        assert await submit_on(client, None, function, *inputs, pure=False) is None
+        assert await submit_on(client, device, function, *inputs, pure=False) == device
         assert here() is None, "it is current on the event loop"
 
 

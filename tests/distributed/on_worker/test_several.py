@@ -165,7 +165,8 @@ async def test_a_failed_task_lets_its_inputs_go(client: Any, worker: Any, machin
     gc.disable()
     try:
         for wanted in {"devices": 9}, {"device": None}, {"device": 1}, {"executor": "default"}:
-            for task in lambda value: 1 / 0, asyncio.wait:  # a coroutine function that raises here
+            # One keeps an array; the other is a coroutine function that raises when it is called.
+            for task in lambda value: [more := [value], 1 / 0, more], asyncio.wait:
                 given = client.submit(array_on, 1, pure=False)
                 with dask.annotate(**wanted):
                     assert await client.submit(task, given, pure=False).exception()
