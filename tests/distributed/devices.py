@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import dask
+import numpy as np
 from cuda.bindings.driver import CUresult
 from distributed import Client, Event, LocalCluster, Worker
 from distributed.utils_test import gen_cluster
@@ -24,15 +25,9 @@ from dask_devctx.worker.leases.locks import take
 from dask_devctx.worker.placement.admission import Admission, Claim
 
 
-class Lease(ExitStack):
-    """Devices that another worker has."""
-
-    release = ExitStack.close
-
-
-def acquire(found: Sequence[Device], count: int, *, holder: str) -> Lease:
-    """Take the first ``count`` free devices as another worker does."""
-    lease = Lease()
+def acquire(found: Sequence[Device], count: int, *, holder: str) -> ExitStack:
+    """Take the first ``count`` free devices as another worker does, until this is closed."""
+    lease = ExitStack()
     taken = filter(None, (take(device, holder) for device in found))
     for lock in itertools.islice(taken, count):
         lease.callback(lock.close)
@@ -69,6 +64,10 @@ def of_worker(dask_worker: Worker) -> list[int]:
     return [device.device_id for device in plugin.worker_devices] if plugin else []
 
 
+def make(value: float = 1.0, n: int = 100) -> SimulatedArray:
+    return SimulatedArray.asarray(np.full(n, value))
+
+
 def nap(seconds: float, *_: object) -> SimulatedArray:
     time.sleep(seconds)
     return SimulatedArray((100, 100))
@@ -96,12 +95,12 @@ def current_context() -> int:
     return driver.backend().current_context()
 
 
-def plugin_with(**given: Any) -> DevicePlugin:
-    """Return a plugin; some options are configuration, and RMM's are parts of one."""
+def plugin_with(kind: Any = DevicePlugin, **given: Any) -> Any:
+    """Return a plugin or a cluster; some options are configuration, and RMM's are parts of one."""
     given = fold_rmm(given)
     settings = {f"devctx.{key_of(name)}": given.pop(name) for name in {*SETTINGS} & given.keys()}
     with dask.config.set(settings):
-        return DevicePlugin(**given)
+        return kind(**given)
 
 
 # The parameters of a test that are workers of its cluster, beside ``*workers``.

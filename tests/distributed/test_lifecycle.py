@@ -393,7 +393,7 @@ class Steps:
 
 
 async def assert_nothing_is_held(worker: Worker, step: str) -> None:
-    acquire(devices(), 4, holder="this test").release()
+    acquire(devices(), 4, holder="this test").close()
     loop = asyncio.get_running_loop()
     for name, executor in worker.executors.items():
         assert await loop.run_in_executor(executor, current_context) == 0, (step, name)

@@ -8,13 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import dask
-import numpy as np
 import pytest
 
 from dask_devctx import Device, DevicePlugin, SimulatedArray, driver
 from dask_devctx.errors import DevctxError
 from dask_devctx.transfer import nbytes_by_device, release_held
-from tests.distributed.devices import here, on_cluster, submit_on, with_plugin
+from tests.distributed.devices import here, make, on_cluster, submit_on, with_plugin
 from tests.transfer.hostile import CONTAINERS, EndsSomething, Thing
 from tests.transfer.order import Order
 from tests.transfer.shapes import shape_of
@@ -28,10 +27,6 @@ SHAPES: dict[str, Callable[[Any], Any]] = {
     ),
 }
 shapes = pytest.mark.parametrize("shape", SHAPES)
-
-
-def make(n: int = 100) -> SimulatedArray:
-    return SimulatedArray.asarray(np.ones(n))
 
 
 def total(x: Any, *more: Any, **named: Any) -> tuple[float, int | None]:
@@ -106,7 +101,7 @@ async def total_later(x: SimulatedArray) -> float:
 
 
 def around(kind: str) -> Any:
-    x = make(4)
+    x = make(n=4)
     return CONTAINERS[kind]([x, [x, "host"]])
 
 

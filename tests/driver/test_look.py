@@ -13,6 +13,7 @@ from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DriverError
 from dask_devctx.worker.failures.running_calls import Calls
 from tests.addressed import AddressedDriver
+from tests.device_memory import read
 
 _MODE = "cuThreadExchangeStreamCaptureMode"
 _GIVEN = {"reached": 1, "record_legacy": 1, "record": 2}  # an event and its context
@@ -131,3 +132,21 @@ def test_a_look_records_nothing_that_would_spoil_a_capture(
     with look.device:
         assert cuda.cuStreamEndCapture(stream)[0] == 0
     assert look("record")[0] is True
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        pytest.param(lambda calls, pointer: calls.synchronize(), id="context"),
+        pytest.param(lambda calls, pointer: calls.work.stream_synchronize(0), id="stream"),
+        pytest.param(lambda calls, pointer: read(calls.work, pointer, 4), id="copy"),
+    ],
+)
+def test_who_waits_for_the_kernel_that_breaks_it_is_told(machine, wait):
+    calls = Device(0)._backend.calls
+    with Device(0):
+        pointer = calls.work.allocate(16)
+        machine.faults.poison(CUresult.CUDA_ERROR_ILLEGAL_ADDRESS, after_s=0.05)
+        calls.work.copy(pointer, pointer + 8, 8, 0)  # the kernel still runs
+        with pytest.raises(DriverError, match="ILLEGAL_ADDRESS"):
+            wait(calls, pointer)

@@ -6,7 +6,6 @@ that cluster: nothing that is broken here is ever used by the tests' process.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from typing import Any
 
@@ -14,6 +13,7 @@ import dask
 import pytest
 
 from tests.gpu.own_process import answer_of, connected, output_of
+from tests.gpu.test_scopes import need
 
 pytestmark = [pytest.mark.gpu(count=1), pytest.mark.timeout(320)]
 
@@ -53,12 +53,6 @@ def one_tebibyte(library: str) -> dict[str, Any]:
 
 
 # -- the tests
-
-
-def need(*modules: str) -> None:
-    for module in modules:
-        if importlib.util.find_spec(module) is None:
-            pytest.skip(f"{module} is not installed")
 
 
 @pytest.mark.gpu(count=2)

@@ -195,7 +195,7 @@ def test_beside_another_cluster_it_starts_workers_for_the_free_devices(
     (line,) = caplog.messages
     run(ADDRESS, "--devices", "2,3")  # as somebody has chosen them
     assert caplog.messages == [line]
-    lease.release()
+    lease.close()
     for call in started:
         assert (call["n_workers"], call["nthreads"]) == ("2", 8)
         assert call["config"]["devices-per-worker"] == 1

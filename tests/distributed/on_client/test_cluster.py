@@ -127,8 +127,8 @@ def test_asynchronously(monkeypatch: pytest.MonkeyPatch) -> None:
         assert cluster.status.name == "closed"
         assert cluster.scheduler.status.name == "closed"
         assert {worker.status.name for worker in cluster.workers.values()} <= {"closed"}
-        share.release()
-        acquire(devices(), 4, holder="me").release()
+        share.close()
+        acquire(devices(), 4, holder="me").close()
 
     asyncio.run(body())
 

@@ -16,8 +16,6 @@ import psutil
 import pytest
 
 from dask_devctx import Device, LocalDeviceCluster
-from dask_devctx.config.checks import key_of
-from dask_devctx.config.options import SETTINGS
 from dask_devctx.cuda.out_of_memory import release_library_caches
 from tests.distributed.devices import plugin_with, started, submit_on
 
@@ -196,6 +194,7 @@ NEEDED = [
     ({"allocator": "cupy-async"}, "allocator needs the package cupy,.*pip install cupy-cuda13x"),
     ({"enable_cudf_spill": True}, "enable_cudf_spill needs the package cudf,"),
     ({"pre_import": "no_such_module"}, "pre_import needs the package no_such_module,"),
+    ({"nvtx": True}, "pip install nvtx"),
 ]
 
 
@@ -203,13 +202,11 @@ NEEDED = [
 def test_a_package_that_is_missing_is_named_before_anything_starts(
     options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("rmm", "cupy", "cudf"):
+    for name in ("rmm", "cupy", "cudf", "nvtx"):
         monkeypatch.setitem(sys.modules, name, None)
     threads = threading.active_count()
-    settings = {f"devctx.{key_of(n)}": options[n] for n in SETTINGS if n in options}
-    given = {name: value for name, value in options.items() if name not in SETTINGS}
-    with dask.config.set(settings), pytest.raises(ImportError, match=said):
-        LocalDeviceCluster(**given)
+    with pytest.raises(ImportError, match=said):
+        plugin_with(LocalDeviceCluster, **options)
     assert threading.active_count() == threads
 
 

@@ -25,17 +25,13 @@ from dask_devctx.driver.relaxed import PER_THREAD_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DevctxError
 from dask_devctx.transfer import events
-from tests.distributed.devices import on_cluster, started, submit_on, work_is_pending
+from tests.distributed.devices import make, on_cluster, started, submit_on, work_is_pending
 
 da = pytest.importorskip("dask.array")
 
 
 def one_worker(**plugin: Any) -> Any:
     return on_cluster(32, worker_kwargs={"plugins": [DevicePlugin(**plugin)]})
-
-
-def make(value: float = 1.0, n: int = 100) -> SimulatedArray:
-    return SimulatedArray.asarray(np.full(n, value))
 
 
 def where(*arrays: SimulatedArray) -> tuple[int, ...]:

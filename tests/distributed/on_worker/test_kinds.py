@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import dask
-import numpy as np
 import pytest
 from dask._task_spec import Task
 from distributed import Event, Reschedule
@@ -21,7 +20,7 @@ from distributed.worker_state_machine import ComputeTaskEvent, FreeKeysEvent
 
 from dask_devctx import Device, SimulatedArray, device_of, on_device, task_devices
 from dask_devctx.driver.simulated import SimulatedMachine
-from tests.distributed.devices import blocks, current_context, here, submit_on, with_plugin
+from tests.distributed.devices import blocks, current_context, here, make, submit_on, with_plugin
 
 seen: list[Any] = []
 
@@ -64,7 +63,7 @@ def third_time(error: type[Exception], x: SimulatedArray) -> float:
 async def test_a_task_that_runs_again_does_so_on_its_device(client: Any, error: Any) -> None:
     with Device(1):
         x = make()
-    assert await submit_on(client, 2, third_time, error, x, retries=5) == 10.0
+    assert await submit_on(client, 2, third_time, error, x, retries=5) == 100.0
     assert seen == [2, 2, 2]
 
 
@@ -263,7 +262,7 @@ async def test_the_users_own_executors(client: Any, worker: Any) -> None:
                 x = make()
             with dask.annotate(device=3, executor="mine"):
                 assert await client.submit(where) == (3, "mine")
-                assert await client.submit(SimulatedArray.sum, x) == 10.0
+                assert await client.submit(SimulatedArray.sum, x) == 100.0
             with dask.annotate(device=3, executor="pool"):
                 assert await client.submit(where, pure=False) == (3, "pool")
             with dask.annotate(device=2, executor="processes"):
@@ -287,10 +286,6 @@ async def test_unannotated_tasks_are_left(client: Any) -> None:
 
 
 # -- tasks without a device
-
-
-def make(n: int = 10) -> SimulatedArray:
-    return SimulatedArray.asarray(np.ones(n))
 
 
 def leaves_one(*_: object) -> int | None:

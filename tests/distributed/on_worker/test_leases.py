@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+from contextlib import ExitStack
 from typing import Any
 
 import dask
@@ -15,13 +16,13 @@ from distributed.utils_test import poll_for
 from dask_devctx import DevicePlugin, DevicesInUseError, devices, driver
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.worker.leases.locks import held_devices
-from tests.distributed.devices import Lease, acquire, here, of_worker, on_cluster, submit_on
+from tests.distributed.devices import acquire, here, of_worker, on_cluster, submit_on
 
 QUIET: dict[str, Any] = {"dashboard_address": ":0", "threads_per_worker": 4}
 OTHER = "worker 1 of tcp://127.0.0.1:1"
 
 
-def take(count: int, holder: str = OTHER) -> Lease:
+def take(count: int, holder: str = OTHER) -> ExitStack:
     return acquire(devices(), count, holder=holder)
 
 
@@ -36,7 +37,7 @@ def test_who_holds_devices_is_named_and_another_machine_has_its_own() -> None:
     held = held_devices(devices())
     assert list(held) == list(devices()[:3])
     assert all(re.fullmatch(rf"pid {os.getpid()} on .*, {OTHER}", who) for who in held.values())
-    lease.release()
+    lease.close()
     assert held_devices(devices()) == {}
 
 
@@ -50,7 +51,7 @@ def test_workers_with_a_number_of_devices() -> None:
         client.register_plugin(DevicePlugin())
         assert sorted(map(of_worker, workers)) == [[0, 1], [2, 3]]
         client.unregister_worker_plugin("devctx")
-        take(4).release()
+        take(4).close()
         client.register_plugin(DevicePlugin(devices_per_worker=1, devices=[3, 1]))
         assert sorted(map(of_worker, workers)) == [[1], [3]]
         with pytest.raises(DevicesInUseError, match=r"wants 3 devices for itself, .* Free: cuda:"):
@@ -65,7 +66,7 @@ def test_workers_with_a_number_of_devices() -> None:
         (error,) = routing.refused.values()
         assert isinstance(error, DevicesInUseError)
         assert submit_on(client, 3, here, pure=False).result() == 3
-    take(4).release()  # closing frees them
+    take(4).close()  # closing frees them
 
 
 def test_workers_that_come_and_go_share_evenly() -> None:
@@ -150,6 +151,6 @@ async def test_devices_that_another_worker_of_the_cluster_is_about_to_release_ar
     for _ in range(20):  # the event loop runs
         await asyncio.sleep(0.01)
     assert not registered.done()
-    lease.release()
+    lease.close()
     await registered
     assert len(of_worker(worker)) == options.get("devices_per_worker", 4)

@@ -17,7 +17,7 @@ import pytest
 from distributed import Worker
 from tornado.httpclient import AsyncHTTPClient
 
-from dask_devctx import DevicePlugin, LocalDeviceCluster, SimulatedArray, report
+from dask_devctx import DevicePlugin, SimulatedArray, report
 from tests.distributed.devices import fail, of_worker, on_cluster, plugin_with, with_plugin
 
 prometheus_client = pytest.importorskip("prometheus_client")
@@ -143,10 +143,3 @@ async def test_tasks_have_ranges(client: Any) -> None:
             await client.submit(sum, [1, 2], key="sum-1")
             await client.submit(fail, key="fail-1").exception()
     assert calls == [("push", "sum-1"), ("pop", "dask"), ("push", "fail-1"), ("pop", "dask")]
-
-
-def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "nvtx", None)
-    changed = dask.config.set({"devctx.nvtx": True})
-    with changed, pytest.raises(ImportError, match="pip install nvtx"):
-        LocalDeviceCluster(dashboard_address=":0")

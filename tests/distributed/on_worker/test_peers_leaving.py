@@ -10,13 +10,14 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import dask
 import pytest
 from distributed import Client, Worker, wait
 
-from dask_devctx import DevicePlugin, SimulatedArray, driver
+from dask_devctx import DevicePlugin, driver
 from tests.distributed import peers
 from tests.distributed.devices import on_cluster, submit_on
 
@@ -28,10 +29,6 @@ def three_devices(machine: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     monkeypatch.setenv(driver.SIMULATED_DEVICES_VARIABLE, "3")
     with dask.config.set({"distributed.comm.timeouts.connect": "5s"}):
         yield
-
-
-def of_8_mb() -> SimulatedArray:
-    return peers.array(1_000_000)
 
 
 async def remove_plugin(dask_worker: Worker) -> None:
@@ -51,7 +48,7 @@ def used_memory(dask_worker: Worker) -> int:
 
 def test_who_has_no_plugin_any_more_is_sent_what_it_can_read() -> None:
     with peers.cluster(2) as (client, workers):
-        assert peers.send(client, of_8_mb, peers.last, workers) == ARRIVED
+        assert peers.send(client, partial(peers.array, 10**6), peers.last, workers) == ARRIVED
         client.run(remove_plugin, workers=workers[1:])
         assert peers.send(client, peers.array, peers.last_on_the_host, workers) == 1.0
         sender = workers[:1]
@@ -63,7 +60,7 @@ def test_who_has_no_plugin_any_more_is_sent_what_it_can_read() -> None:
 def test_the_plugin_of_one_side_goes_in_the_middle(where: int) -> None:
     with peers.cluster(2) as (client, workers):
         assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
-        made = client.submit(of_8_mb, workers=workers[:1], pure=False)
+        made = client.submit(peers.array, 10**6, workers=workers[:1], pure=False)
         wait(made, timeout=30)
         client.run(peers.hold, "cuMemcpyAsync", workers=[workers[1 - where]])
         use = client.submit(peers.last_on_the_host, made, workers=workers[1:], pure=False)
@@ -105,7 +102,7 @@ def test_no_room_stays_reserved_for_a_value_that_is_cancelled_on_its_way() -> No
     with peers.cluster(2) as (client, workers):
         receiver, address = workers[1:], workers[1]
         assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
-        made = client.submit(of_8_mb, workers=workers[:1], pure=False)
+        made = client.submit(peers.array, 10**6, workers=workers[:1], pure=False)
         wait(made, timeout=30)
         client.run(peers.hold, "cuMemcpyAsync", workers=receiver)
         use = client.submit(peers.last, made, workers=receiver, pure=False)
@@ -170,10 +167,6 @@ def test_a_value_on_a_device_that_cannot_be_read() -> None:
 # -- a worker's end, or its device's
 
 
-def _four_mb(mark: float) -> Any:
-    return peers.array(500_000, mark)
-
-
 def _total(*values: Any) -> float:
     return float(sum(value.sum().item() for value in values))
 
@@ -199,7 +192,7 @@ def test_a_worker_in_the_middle(where: int, function: str, hit: int, how: str) -
         # Both know each other, and a larger buffer is to come.
         assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
         there = {"allow_other_workers": True, "pure": False}
-        made = client.submit(_four_mb, 2.0, workers=workers[:1], **there)
+        made = client.submit(peers.array, 500_000, 2.0, workers=workers[:1], **there)
         wait(made, timeout=30)
         client.run(peers.hold, function, 2.0, workers=[workers[where]])
         use = client.submit(_total, made, workers=workers[1:2], **there)
@@ -216,7 +209,7 @@ def test_a_device_fails_while_a_value_arrives_through_the_host() -> None:
     """Nobody's fault: the task that needs the value runs on another worker."""
     with peers.configured(ipc=False), peers.cluster(2) as (client, workers):
         there = {"allow_other_workers": True, "pure": False}
-        made = client.submit(_four_mb, 2.0, workers=workers[:1], **there)
+        made = client.submit(peers.array, 500_000, 2.0, workers=workers[:1], **there)
         wait(made, timeout=30)
         client.run(peers.fail_for_good, "cuMemAlloc", 700, workers=workers[1:])
         use = client.submit(_total, made, workers=workers[1:], **there)
@@ -228,7 +221,7 @@ def test_a_device_fails_while_a_value_arrives_through_the_host() -> None:
 def test_a_device_fails_while_a_value_comes_back_for_a_task_without_a_device() -> None:
     with peers.cluster(2, device_memory_limit="1 MiB") as (client, workers):
         there = {"workers": workers[:1], "allow_other_workers": True, "pure": False}
-        made = client.map(_four_mb, [1.0, 2.0], **there)
+        made = client.map(peers.array, [500_000] * 2, [1.0, 2.0], **there)
         wait(made, timeout=30)
         here, key = workers[:1], made[0].key
         assert peers.until(lambda: client.run(peers.is_away, key, workers=here)[here[0]], 20)

@@ -96,29 +96,21 @@ async def nothing_held(worker: Any) -> None:
 
 
 @with_plugin()
-async def test_a_number_of_devices(client: Any, worker: Any) -> None:
+async def test_a_number_of_devices_and_named_ones(client: Any, worker: Any) -> None:
     with dask.annotate(devices=2):
         await client.gather(client.map(uses, range(8), devices=2, share=1.0, pure=False))
     with dask.annotate(devices="all"):
         assert await client.submit(mine, key="all") == (0, 1, 2, 3)
     with dask.annotate(devices=lambda key: 3):
         assert len(await client.submit(mine, key="three")) == 3
+    with dask.annotate(devices=[3, Device(2).uuid, "cuda:0"]):
+        assert await client.submit(mine, key="named") == (3, 2, 0)
     assert len(await client.submit(mine, key="one")) == 1
     three = {"devices": 1, "share": 1 / 3, "nbytes": 1, "seconds": 0.3, "pure": False}
     with dask.annotate(device=0, device_share=1 / 3):
         await client.gather(client.map(uses, range(3), **three))
     assert used.most_nbytes == 3, "three thirds are a whole"
     await nothing_held(worker)
-
-
-@with_plugin()
-async def test_named_devices(client: Any) -> None:
-    with dask.annotate(devices=[3, 1]):
-        assert await client.submit(mine, key="a") == (3, 1)
-    with dask.annotate(devices=[Device(2).uuid, "cuda:0"]):
-        assert await client.submit(mine, key="b") == (2, 0)
-    with dask.annotate(devices=[1, "cuda:1"]), pytest.raises(ValueError, match="named once"):
-        await client.submit(mine, key="d")
 
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -133,6 +125,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"devices": "cuda:1"}, TypeError, r"dask.annotate\(device='cuda:1'"),
     ({"devices": []}, ValueError, "a list of devices"),
     ({"devices": [0, None]}, TypeError, "a list of devices"),
+    ({"devices": [1, "cuda:1"]}, ValueError, "named once"),
     ({"devices": 2, "device": 1}, ValueError, "exclude each other"),
     ({"device": [0, 1]}, TypeError, r"dask.annotate\(devices=\[0, 1\]\)"),
     ({"device_share": 0}, ValueError, "above 0 and at most 1 .*got 0"),
