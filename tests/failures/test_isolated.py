@@ -51,7 +51,8 @@ def fail_soon(code: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "busy"), [(700, False), (214, True), (None, True), (220, False), (226, False)]
+    ("code", "busy"),
+    [(700, False), *((code, True) for code in (None, 214, 220, 226, 805, 806))],
 )
 def test_a_failure_that_no_task_caused_is_the_fault_of_nobody(
     apart: Client, code: int | None, busy: bool

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cuda.bindings import driver as cuda
 
-from dask_devctx import Device
+from dask_devctx import Device, driver
 from dask_devctx.driver.relaxed import LEGACY_STREAM, PER_THREAD_STREAM
 from dask_devctx.errors import DeviceMemoryError, DriverError
 from dask_devctx.simulated_array import SimulatedArray
@@ -22,6 +22,7 @@ from dask_devctx.transfer import (
 )
 from dask_devctx.transfer.location import memories
 from dask_devctx.transfer.traffic import connect, copy_bytes
+from tests.conftest import no_gpus
 from tests.python import python
 
 NOT_READY = cuda.CUresult.CUDA_ERROR_NOT_READY
@@ -144,6 +145,17 @@ def test_a_type_that_nothing_moves_stays(x):
     assert device_of(handle) is Device(0)
 
 
+def test_a_base_class_may_be_registered_after_a_value_was_seen(machine):
+    class Base:
+        nbytes = 8
+
+    value = type("Derived", (Base,), {})()
+    assert nbytes_by_device([value]) == nbytes_by_device(value) == {}
+    device_of.register(Base, lambda value: 2)
+    assert device_of(value) is Device(2)
+    assert nbytes_by_device([value]) == nbytes_by_device(value) == {Device(2): 8}
+
+
 def test_the_bytes_of_a_users_type_are_its_own_or_those_of_its_parts(x):
     device_of.register(Grid, lambda grid: device_of(grid.cells))
     assert nbytes_by_device(Grid(x)) == {Device(0): x.nbytes}
@@ -177,7 +189,8 @@ def test_containers_in_host_memory(x):
     word, y = ["host"], to_device(x, 2)
     value = {"x": x, "again": [x, y], "word": word}
     copied = to_device(value, "cpu")
-    assert to_device(copied, "cpu") is copied
+    with driver.use(no_gpus()):  # as for a client without a GPU
+        assert to_device(copied, "cpu") is copied
     assert type(copied["x"]) is type(copied["again"][1]) is np.ndarray
     assert copied["again"][0] is copied["x"]  # referenced twice, copied once
     assert copied["word"] is word

@@ -143,6 +143,14 @@ def test_blocks_outlive_the_pool(machine: SimulatedMachine) -> None:
     assert locked(machine) == (2, 2)
 
 
+def test_a_pool_that_is_closed_while_pages_are_locked_keeps_none(machine: SimulatedMachine) -> None:
+    pool = pool_of(2)
+    machine.faults.inject("cuMemHostRegister", None, when=lambda *_: pool.close())
+    assert not pool.take(100).is_page_locked
+    gc.collect()
+    assert (pool.nbytes, locked(machine)) == (0, (1, 1))
+
+
 class _Ring:
     """Keeps a block in a cycle, so that only the garbage collector ends it."""
 

@@ -14,7 +14,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster, futures_of, wait
+from distributed import Client, Event, LocalCluster, futures_of, wait
 
 from dask_devctx import Device, DevicePlugin, SimulatedArray, driver, report
 from dask_devctx.driver.simulated import SimulatedMachine
@@ -85,6 +85,7 @@ def test_through_the_disk(tmp_path: Any) -> None:
         x = array(N, CHUNK).persist()
         wait(x)
         assert any(client.run(lambda dask_worker: len(dask_worker.data.disk)).values())
+        assert peers.until(lambda: report(client).on_disk, 20), "a heartbeat tells the scheduler"
         assert read(x.sum().compute()) == on_the_host(N, CHUNK).sum()
 
 
@@ -243,6 +244,25 @@ def test_a_plugin_that_is_replaced_while_its_tasks_run_keeps_none_of_their_resul
             time.sleep(0.15)
             client.register_plugin(DevicePlugin())
             assert totals(client, futures) == [n * 16384 for n in range(12)]
+
+
+def large_after(go_on: Event) -> int:
+    Event("large-started").set()
+    assert go_on.wait(20)
+    return int(SimulatedArray(MIB // 8 - 16384, "i8").sum())
+
+
+def test_idle_values_leave_for_a_task_of_the_plugin_before() -> None:
+    with threads(1 * MIB, 1) as client:
+        go_on = Event("go-on")
+        task = client.submit(large_after, go_on)
+        assert Event("large-started").wait(20)
+        client.register_plugin(DevicePlugin())
+        futures = client.map(full, range(6), pure=False)  # they are the new plugin's
+        wait(futures)
+        go_on.set()
+        assert task.result(timeout=30) == 0
+        assert totals(client, futures) == [n * 16384 for n in range(6)]
 
 
 class OfAUser(UserDict[Any, Any]):

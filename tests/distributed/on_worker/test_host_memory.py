@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import distributed.system
@@ -10,6 +11,7 @@ import pytest
 from cuda.bindings.driver import CUresult
 from dask.sizeof import sizeof
 from distributed import Client, Worker, wait
+from distributed.utils_test import async_poll_for
 
 from dask_devctx import Device, DevicePlugin, SimulatedArray
 from dask_devctx.driver.simulated import SimulatedMachine
@@ -71,6 +73,21 @@ def test_what_is_written_to_disk_waits_for_the_work_that_makes_it(
         assert await submit_on(client, 2, lambda both: total(both[0]), x, pure=False) == MIB / 8
 
     body()
+
+
+@spilling_worker([DevicePlugin()])
+async def test_a_value_on_disk_keeps_no_host_memory(client: Client, worker: Worker) -> None:
+    x = submit_on(client, 0, on_a_device, 1, pure=False)
+    await submit_on(client, 1, total, x, pure=False)  # which leaves a copy there
+    spill, (value,) = worker.data.spill, worker.data.values_of([x.key])
+    await asyncio.to_thread(spill.clear, Device(0))
+    assert value.is_away
+    del value
+    assert spill.pool.taken >= MIB
+    worker.data.fast.evict(x.key)  # as where host memory is nearly full
+    assert x.key in worker.data.disk
+    await async_poll_for(lambda: not spill.pool.taken, timeout=10)
+    assert await submit_on(client, 1, total, x, pure=False) == MIB / 8
 
 
 def limits(client: Client) -> tuple[list[int], list[int]]:

@@ -218,6 +218,27 @@ async def test_what_an_actor_answers_waits_for_the_work_that_makes_it(
     assert machine.faults.calls["cuEventQuery"] > asked + 5
 
 
+class Holder:
+    """Has an array on another device than its own."""
+
+    reads = 0
+
+    def __init__(self) -> None:
+        with Device(1):
+            self.array = make()
+
+    @property
+    def read(self) -> tuple[int, int]:
+        self.reads += 1
+        return self.reads, self.array.device.device_id
+
+
+@one_worker()
+async def test_a_property_is_read_on_the_actor_and_no_copy(client: Client) -> None:
+    holder = await submit_on(client, 3, Holder, actor=True)
+    assert [await holder.read for _ in range(2)] == [(1, 1), (2, 1)]
+
+
 class Reader:
     def read(self, x: SimulatedArray, rest: Any = ()) -> Any:
         return tuple(each.device.device_id for each in (x, *rest))

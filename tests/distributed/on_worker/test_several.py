@@ -267,6 +267,22 @@ async def test_failures_cancellation_and_secession_give_back(client: Any, worker
     await running
 
 
+@with_plugin(tasks_per_device=2)
+async def test_a_cancelled_task_that_waits_for_memory_holds_up_no_other(
+    client: Any, worker: Any
+) -> None:
+    admission = worker.plugins["devctx"].extension.admission
+    with dask.annotate(device=0, device_memory="8 GiB"):
+        running = client.submit(hold)
+        waiting = client.submit(mine, key="waits")
+    behind = submit_on(client, 0, mine, key="behind")
+    await async_poll_for(lambda: admission.waiting_for(Device(0)) == 2, timeout=10)
+    await waiting.cancel()
+    assert await asyncio.wait_for(behind, 10) == (0,), "a slot and memory are free"
+    go_on.set()
+    await running
+
+
 @with_plugin(64, tasks_per_device=2)
 async def test_500_random_tasks_never_exceed_a_device(client: Any, worker: Any) -> None:
     choose = random.Random(0)

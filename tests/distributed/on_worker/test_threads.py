@@ -128,6 +128,8 @@ def test_threads_keep_to_the_cpus_that_may_be_used(
         assert pool.submit(os.sched_getaffinity, 0).result(10) == kept
         pool.shutdown(wait=True, timeout=10)
         assert os.sched_getaffinity(0) == usable
+    keep_near(one, threading.Thread())  # it has not begun: this thread is not bound instead
+    assert os.sched_getaffinity(0) == usable
     # A batch system may take CPUs away after the worker has started.
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: usable | absent)
     pool = pool_of(1, "near", absent)
