@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import gc
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -46,11 +46,9 @@ def test_owned(own):
     assert own.is_current
     assert Context.current() is own
     assert Device.current() is own.device
-    seen = []
-    thread = threading.Thread(target=lambda: seen.append((own.is_current, Context.current())))
-    thread.start()
-    thread.join()
-    assert seen == [(False, None)]
+    with ThreadPoolExecutor(1) as thread:
+        seen = thread.submit(lambda: (own.is_current, Context.current())).result()
+    assert seen == (False, None)
     driver.backend().calls.set_current(0)
     assert not own.is_current
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
-import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -216,9 +215,8 @@ def test_a_threads_stack_dies_with_the_thread(machine: SimulatedMachine) -> None
         references.append(weakref.ref(probe))
         probe.__enter__()
 
-    thread = threading.Thread(target=leave_it_open)
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(leave_it_open).result()
     assert references[0]() is None
 
 

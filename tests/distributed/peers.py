@@ -108,8 +108,9 @@ def fail_for_good(function: str, status: int) -> None:
     faults().inject(function, None, when=break_first)
 
 
-def poison() -> None:
-    faults().poison(CUresult.CUDA_ERROR_ILLEGAL_ADDRESS)
+def poison(after_s: float = 0) -> None:
+    """Break the simulated devices of this process."""
+    faults().poison(CUresult.CUDA_ERROR_ILLEGAL_ADDRESS, after_s=after_s)
 
 
 _log: list[str] = []

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 
 import dask
 import pytest
-from cuda.bindings.driver import CUresult
 from distributed import Client
 
-from dask_devctx import DeviceFailedError, driver
+from dask_devctx import DeviceFailedError
 from dask_devctx.driver.simulated import SimulatedMachine
 from tests.distributed.conftest import on_simulated_devices as on_simulated_devices
 from tests.distributed.conftest import simulation as simulation
 from tests.distributed.devices import plugin_threads, started
+from tests.distributed.peers import poison
 
 
 @pytest.fixture(autouse=True)
@@ -74,12 +74,6 @@ def failures(client: Client) -> list[DeviceFailedError]:
 def where_slowly(number: int, seconds: float = 0.02) -> tuple[int, int]:
     time.sleep(seconds)
     return number, os.getpid()
-
-
-def poison(after_s: float = 0) -> None:
-    """Break the simulated devices of this process."""
-    machine = driver.backend().machine
-    machine.faults.poison(CUresult.CUDA_ERROR_ILLEGAL_ADDRESS, after_s=after_s)
 
 
 def leave_a_bad_kernel_running(after_s: float) -> str:

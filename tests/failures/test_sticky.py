@@ -21,7 +21,8 @@ from distributed.utils_test import async_poll_for, poll_for
 from dask_devctx import Device, DeviceFailedError, DeviceNotFoundError, DevicePlugin, report
 from dask_devctx.cuda.scope import open_scopes
 from tests.distributed.devices import started, submit_on
-from tests.failures.conftest import failures, leave_a_bad_kernel_running, poison, where_slowly
+from tests.distributed.peers import poison
+from tests.failures.conftest import failures, leave_a_bad_kernel_running, where_slowly
 
 
 def write_to_an_illegal_address(*inputs: Any) -> None:

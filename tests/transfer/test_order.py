@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -88,9 +89,8 @@ def test_readers_on_another_thread_and_in_a_stream_of_their_own(
 ) -> None:
     order.give("made", 0)
     made = stamp(x)
-    thread = threading.Thread(target=made.hold_back, args=[Device(2)])
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(made.hold_back, Device(2)).result()
     assert order.before(2) == {"made"}
     own = order.stream(1, blocking=False)
     made.hold_back(Device(1), own)

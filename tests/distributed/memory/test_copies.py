@@ -9,14 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import dask
-import numpy as np
 import pytest
 from cuda.bindings.driver import CUresult
 
 from dask_devctx import Device, DevicePlugin
 from dask_devctx.driver.relaxed import PER_THREAD_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.simulated_array import SimulatedArray
 from dask_devctx.transfer import Stamp, events, hold, nbytes_by_device, release_held, stamp
 from dask_devctx.transfer.traffic import TrafficCounts
 from dask_devctx.worker.values.accounting import Accounts, allocations, limit_nbytes
@@ -24,11 +22,7 @@ from dask_devctx.worker.values.copies import Copies
 from dask_devctx.worker.values.spill_order import in_order
 from dask_devctx.worker.values.value import Value
 from tests.distributed.devices import work_is_pending
-
-
-def array(device: int = 0, n: int = 1000) -> SimulatedArray:
-    with Device(device):
-        return SimulatedArray.asarray(np.arange(n, dtype=float))
+from tests.transfer.shapes import array
 
 
 def value(whole: Any) -> Value:
@@ -57,7 +51,7 @@ def used(machine: SimulatedMachine, device: int) -> int:
 def test_the_one_not_used_for_longest_goes_first(machine: SimulatedMachine) -> None:
     machine.gpus[1].total_memory = 40_000
     copies = Copies(0.5, TrafficCounts())
-    a, b, c = (value(array()) for _ in "abc")
+    a, b, c = (value(array(0, 1000)) for _ in "abc")
     for one in (a, b, a, c):
         get(copies, one, 1)
     assert copies.there[Device(1)].nbytes == used(machine, 1) == 16_000
@@ -72,7 +66,7 @@ def test_what_is_still_read_outlives_its_being_dropped(
     """A task's copy is dropped while the task runs or reads, and perhaps made again for another."""
     pending = work_is_pending(machine)
     pending[0] = False
-    x = value(array())
+    x = value(array(0, 1000))
     moved = get(copies, x, 1)
     assert copies.drop(Device(1)) == 8000
     if dropped == "and made again":
@@ -98,7 +92,7 @@ def test_this_thread_waits_for_what_is_not_done(
     done: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    x = value([array()] if there == "a list" else array())
+    x = value([array(0, 1000)] if there == "a list" else array(0, 1000))
     if there == "a copy":
         get(copies, x, 1)
     x.stamp = Stamp.of_devices([Device(0)])
@@ -147,7 +141,7 @@ def test_other_values_are_refused(given: Any) -> None:
 def test_what_a_broken_context_reads_is_not_held(machine: SimulatedMachine) -> None:
     work_is_pending(machine)
     with Device(0):
-        hold(Stamp.of_devices([Device(0)]), array())
+        hold(Stamp.of_devices([Device(0)]), array(0, 1000))
     assert release_held() == 1
     machine.faults.clear()
     machine.faults.inject("cuEventQuery", CUresult.CUDA_ERROR_ILLEGAL_ADDRESS, times=10**6)
@@ -156,7 +150,7 @@ def test_what_a_broken_context_reads_is_not_held(machine: SimulatedMachine) -> N
 
 def test_values_of_one_allocation_leave_one_after_the_other(machine: SimulatedMachine) -> None:
     accounts = Accounts({Device(0): 10**6}, threading.RLock())
-    whole, other = array(n=20_000), array(n=20_000)
+    whole, other = array(0, 20_000), array(0, 20_000)
     values = {
         name: Value(name, part, nbytes_by_device(part))
         for name, part in (("a", whole[:9000]), ("b", other), ("c", whole[9000:]))

@@ -94,15 +94,11 @@ async def test_values_are_unpacked_on_the_workers_device(
     await client.unregister_worker_plugin("devctx")
 
 
-def array(nbytes: int) -> SimulatedArray:
-    return SimulatedArray(nbytes, "u1")
-
-
 @with_plugin(4)
 async def test_a_connection_that_broke_keeps_no_value(
     client: Any, worker: Worker, machine: SimulatedMachine
 ) -> None:
-    x = submit_on(client, 0, array, 1000)
+    x = submit_on(client, 0, SimulatedArray, 1000, "u1")
     await x
     comm = await connect(worker.address)
     await comm.write({"op": "get_data", "keys": [x.key], "who": None, "reply": True})

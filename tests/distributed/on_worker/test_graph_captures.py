@@ -14,6 +14,7 @@ from distributed import Client, Event, wait
 
 from dask_devctx import Device, LocalDeviceCluster, SimulatedArray, driver, report
 from tests.distributed import peers
+from tests.distributed.devices import make
 
 GLOBAL, THREAD_LOCAL, RELAXED = CUstreamCaptureMode
 MIB = 2**20
@@ -26,12 +27,6 @@ def capture(index: int, mode: int, blocking: bool) -> str:
     calls.cuStreamBeginCapture(stream, CUstreamCaptureMode(mode))
     time.sleep(0.02)
     return CUresult(calls.cuStreamEndCapture(stream)[0]).name
-
-
-def array(index: int) -> SimulatedArray:
-    made = SimulatedArray((MIB // 8,))
-    made[...] = float(index)
-    return made
 
 
 def same(value: SimulatedArray, again: int) -> SimulatedArray:
@@ -53,7 +48,7 @@ def test_no_capture_is_spoiled_and_all_values_are_right(mode: Any, blocking: boo
     options = {"device_memory_limit": 8 * MIB, "tasks_per_device": 3, "memory_limit": 0}
     with peers.cluster(2, **options) as (client, workers):
         here = {"workers": workers[:1], "pure": False}
-        made = client.map(array, range(24), **here)
+        made = client.map(make, range(24), n=MIB // 8, **here)
         wait(made, timeout=60)
         graphs = {"mode": int(mode), "blocking": blocking}
         captures = client.map(capture, range(CAPTURES), priority=10, **graphs, **here)
@@ -80,7 +75,7 @@ def test_the_event_loop_runs_on_while_a_client_of_its_process_reads_a_value() ->
     options = {"processes": False, "tasks_per_device": 3, "dashboard_address": ":0"}
     with LocalDeviceCluster(n_workers=1, **options) as cluster, Client(cluster) as client:
         with dask.annotate(device=0):
-            value = client.submit(array, 3, pure=False)
+            value = client.submit(make, 3, MIB // 8, pure=False)
             wait(value)
             captures = client.submit(capture_at_the_gate, pure=False)
             Event("captures").wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import distributed.system
@@ -15,7 +16,7 @@ from distributed.utils_test import async_poll_for
 
 from dask_devctx import Device, DevicePlugin, SimulatedArray
 from dask_devctx.driver.simulated import SimulatedMachine
-from tests.distributed.devices import on_cluster, started, submit_on, workers_of
+from tests.distributed.devices import make, on_cluster, started, submit_on, workers_of
 
 MIB = 2**20
 
@@ -34,8 +35,7 @@ def spilling_worker(plugins: list[DevicePlugin]) -> Any:
     )
 
 
-def on_a_device(number: int) -> SimulatedArray:
-    return SimulatedArray.asarray(np.full(MIB // 8, float(number)))
+on_a_device = partial(make, n=MIB // 8)
 
 
 def total(array: SimulatedArray) -> float:

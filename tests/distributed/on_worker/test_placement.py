@@ -111,15 +111,11 @@ def _last(candidates: Sequence[Candidate]) -> Candidate:
     return candidates[-1]
 
 
-def array(nbytes: int) -> SimulatedArray:
-    return SimulatedArray(nbytes, "u1")
-
-
 def spread() -> list[SimulatedArray]:
     made = []
     for nbytes, device in enumerate(task_devices(), start=1):
         with device:
-            made.append(array(nbytes))
+            made.append(SimulatedArray(nbytes, "u1"))
     return made
 
 
@@ -127,9 +123,9 @@ def spread() -> list[SimulatedArray]:
 async def test_a_policy_is_given_what_each_device_has_and_lacks(client: Any, worker: Any) -> None:
     """Values on two devices, one spread over both, one on the host; one has a copy."""
     assert await client.gather(client.map(here, range(5))) == [3] * 5
-    values = [submit_on(client, 0, array, 10)]
+    values = [submit_on(client, 0, SimulatedArray, 10, "u1")]
     with dask.annotate(device=1):
-        values += client.map(array, [20, 5])
+        values += client.map(SimulatedArray, [20, 5], dtype="u1")
     with dask.annotate(devices=[0, 1]):
         values.append(client.submit(spread))
     await submit_on(client, 2, type, values[1])  # which leaves a copy there
