@@ -15,7 +15,7 @@ from dask_devctx import Device, SimulatedArray, to_device
 from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DriverError
-from dask_devctx.transfer import Stamp, events, release_held, stamp
+from dask_devctx.transfer import Stamp, events, hold, release_held, stamp
 from dask_devctx.transfer.move import Move
 from dask_devctx.transfer.page_locked import PageLockedPool
 from tests.conftest import simulation  # noqa: F401  # both
@@ -83,6 +83,16 @@ def test_values_are_stamped_and_moved_and_pages_locked_meanwhile(
         assert pool.nbytes == 0
     assert all(one is not None and one.done() for one in made)
     assert {one.devices for one in made if one} == {(Device(0),)}
+
+
+def test_what_may_be_read_is_held_where_the_device_is_full(
+    machine: SimulatedMachine, x: SimulatedArray
+) -> None:
+    with captured(machine, THREAD_LOCAL, blocking=True):
+        reading = stamp(x)  # the legacy stream could not be recorded
+        hold(reading, x)
+    machine.faults.inject("cuEventRecord", CUresult.CUDA_ERROR_OUT_OF_MEMORY)
+    assert [release_held() for _ in range(2)] == [1, 0]
 
 
 def test_a_reader_of_what_was_stamped_meanwhile_waits(

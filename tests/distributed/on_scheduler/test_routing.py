@@ -201,6 +201,21 @@ async def test_to_the_worker_that_has_enough(client: Any, scheduler: Any, a: Any
     assert set(found) <= {(a.address, (3,)), (b.address, (0, 2))}
 
 
+class Unsaid:
+    def __repr__(self) -> str:
+        raise ValueError("it does not say what it is")
+
+
+@on_cluster(8, 8)
+async def test_a_value_that_spoils_a_warning_restricts_the_tasks_all_the_same(
+    client: Any, scheduler: Any, a: Any, b: Any
+) -> None:
+    await split(scheduler, a, b)
+    with dask.annotate(devices=2, gpus=Unsaid()):
+        found = await client.gather(client.map(worker_and_devices, range(8), pure=False))
+    assert {address for address, _ in found} == {b.address}
+
+
 @on_cluster(8, 8)
 async def test_where_no_worker_has_enough(client: Any, scheduler: Any, a: Any, b: Any) -> None:
     await split(scheduler, a, b)

@@ -457,6 +457,42 @@ def test_without_room_there_a_value_arrives_in_host_memory(piece: int, monkeypat
         assert peers.ways(client) == {"ipc": 1, "host": 1}
 
 
+def test_a_copy_that_cannot_be_asked_about_leaves_nothing_staged(pair: Pair) -> None:
+    client, (first, second) = pair
+    assert peers.send(client, peers.array, peers.last, [first, second]) == ARRIVED
+    made = client.submit(peers.array, workers=[first], pure=False)
+    for worker in (first, second):  # the first knows then that the work is done
+        assert client.submit(peers.last, made, workers=[worker]).result(timeout=30) == ARRIVED
+        client.run(peers.fail, "cuEventQuery", 1, workers=[first])
+    assert peers.nothing_staged(client)
+
+
+def refuse_to_close(dask_worker: Worker) -> None:
+    """Answer the question to close staging memory with an error."""
+
+    async def refuse(**_: object) -> None:
+        raise ValueError("not today")
+
+    peers.kept.append(dask_worker.handlers["devctx_ipc_close"])
+    dask_worker.handlers["devctx_ipc_close"] = refuse
+
+
+def close_again(dask_worker: Worker) -> None:
+    dask_worker.handlers["devctx_ipc_close"] = peers.kept.pop()
+
+
+def test_staging_memory_that_another_worker_does_not_close_is_used_on(pair: Pair) -> None:
+    client, (first, second) = pair
+    assert peers.send(client, of_3_mb, peers.last, [first, second]) == ARRIVED
+    nbytes = client.run(peers.staging_nbytes, workers=[first])[first]
+    client.run(refuse_to_close, workers=[second])
+    assert client.run(peers.given_back, workers=[first])[first] == nbytes
+    assert peers.send(client, of_3_mb, peers.last, [first, second]) == ARRIVED
+    assert client.run(peers.staging_nbytes, workers=[first])[first] == nbytes
+    client.run(close_again, workers=[second])
+    assert client.run(peers.given_back, workers=[first])[first] == 0
+
+
 def use_staging(seconds: float, dask_worker: Worker) -> None:
     """Use a worker's staging memory for a while, as a transfer that is under way."""
     (staging,) = dask_worker.plugins["devctx"].extension.peers.stagings.values()

@@ -187,6 +187,14 @@ async def test_memory_that_runs_out(client: Any, times: int) -> None:
     assert not driver.backend().machine.faults._planned
 
 
+def test_pieces_that_arrive_where_a_device_was_full_come_in_host_memory() -> None:
+    with layout(2, 2) as client:
+        client.run(peers.fail, "cuIpcOpenMemHandle", 2)  # once, as out of memory
+        x = on_devices(numbers(), (N, N // BLOCKS))
+        assert (read(rechunked(x, (N // BLOCKS, N))).compute() == numbers()).all()
+        assert "host" in peers.ways(client)
+
+
 # -- a worker that dies
 
 
