@@ -184,6 +184,17 @@ def test_a_bus_id_is_written_as_cuda_writes_it(machine):
 M0, M1 = (f"MIG-{n}0000000-0000-0000-0000-000000000000" for n in "12")
 
 
+@pytest.mark.parametrize(
+    ("visible", "hidden"), [(None, ["it is hidden beside whole GPUs"]), (M0, [])]
+)
+def test_what_is_said_of_gpus_in_mig_mode(machine, monkeypatch, visible, hidden):
+    machine.gpus[1].mig, machine.gpus[2].mig = (M0, M1), ()
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    said = discovery.inventory(driver.backend()).problems
+    assert [text.rpartition(": ")[2] for text in said] == [*hidden, "it has no instance"]
+
+
 def test_mig_instance(machine, monkeypatch):
     machine.gpus[2].mig = (M0, M1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", M1)

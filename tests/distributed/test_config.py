@@ -89,13 +89,6 @@ def test_a_policy_that_is_no_function_of_candidates_is_refused(policy: Any) -> N
         DevicePlugin(policy=policy)
 
 
-def documented() -> dict[str, tuple[str, str]]:
-    """The rows of the page's table: default and variable by key."""
-    page = (ROOT / "docs" / "configuration.md").read_text("utf-8")
-    rows = re.findall(r"^\| `devctx\.([a-z-]+)` \| `([^`]*)` \| `([A-Z_]+)` \|", page, re.M)
-    return {key: (default, variable) for key, default, variable in rows}
-
-
 def test_the_page_lists_every_key_with_its_default_and_variable() -> None:
     expected = {
         key: (
@@ -104,7 +97,9 @@ def test_the_page_lists_every_key_with_its_default_and_variable() -> None:
         )
         for key, value in config.defaults["devctx"].items()
     }
-    here = documented()
+    page = (ROOT / "docs" / "configuration.md").read_text("utf-8")
+    rows = re.findall(r"^\| `devctx\.([a-z-]+)` \| `([^`]*)` \| `([A-Z_]+)` \|", page, re.M)
+    here = {key: (default, variable) for key, default, variable in rows}
     wrong = {key for key in expected.keys() | here.keys() if expected.get(key) != here.get(key)}
     assert not wrong, f"the table in docs/configuration.md lacks, or has otherwise: {wrong}"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import re
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -23,6 +24,7 @@ from dask_devctx.cuda.scope import open_scopes
 from tests.distributed.devices import started, submit_on
 from tests.distributed.peers import poison
 from tests.failures.conftest import failures, leave_a_bad_kernel_running, where_slowly
+from tests.python import python
 
 
 def write_to_an_illegal_address(*inputs: Any) -> None:
@@ -397,3 +399,13 @@ def test_tasks_that_cannot_be_told_apart_err_after_their_last_run(
         assert suspected(error) == {bad.key, beside.key}
         assert "a device failed in each of its 3 runs" in str(error)
     assert apart.submit(str, 1).result(timeout=30) == "1"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("workers", ["1", "2", "4"])
+def test_make_soak_at_a_small_size(workers: str) -> None:
+    few = ("--tasks", "100", "--batch", "50", "--seed", "199", "--guilty", "1", "--faults", "10")
+    done = python("-m", "tests.soak", *few, "--workers", workers)
+    assert re.search(r"seed 199: 10\d tasks", done.stdout)
+    assert re.search(r"  guilty +\d found\n", done.stdout)
+    assert "every result right, nothing lost" in done.stdout

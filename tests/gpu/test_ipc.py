@@ -16,6 +16,7 @@ import pytest
 from distributed import Client, wait
 
 from dask_devctx import LocalDeviceCluster, devices, report
+from tests.distributed.peers import staged
 from tests.gpu.own_process import answer_of, first_device
 
 pytestmark = [pytest.mark.gpu(count=1), pytest.mark.timeout(320)]
@@ -85,11 +86,7 @@ class Pair:
         ]
 
     def staged(self) -> list[int]:
-        return list(self.client.run(_staged).values())
-
-
-def _staged(dask_worker: Any) -> int:
-    return int(dask_worker.plugins["devctx"].extension.peers.in_use)
+        return list(self.client.run(staged).values())
 
 
 _SLOW = r"""

@@ -12,7 +12,7 @@ from distributed import Client, LocalCluster, get_worker
 
 from dask_devctx import Device, DeviceNotFoundError
 from dask_devctx.driver.simulated import SimulatedMachine
-from tests.distributed.commands import Command, dask_command
+from tests.distributed.commands import dask_command
 from tests.distributed.devices import submit_on, workers_of
 
 WORKER = ("worker", "--no-dashboard", "--nthreads", "4", "--preload", "dask_devctx")
@@ -27,19 +27,14 @@ def uuids(host: str) -> list[str]:
     return [gpu.uuid for gpu in SimulatedMachine(4, host=host).gpus]
 
 
-def address_of(scheduler: Command) -> str:
-    assert scheduler.says("Scheduler at:"), scheduler.said
-    found = re.search(r"Scheduler at:\s+(tcp://\S+)", scheduler.said)
-    return found[1]
-
-
 @pytest.fixture
 def address() -> Iterator[str]:
     with dask_command(
         *("scheduler", "--host", "127.0.0.1", "--port", "0", "--no-dashboard"),
         *("--preload", "dask_devctx"),
     ) as scheduler:
-        yield address_of(scheduler)
+        assert scheduler.says("Scheduler at:"), scheduler.said
+        yield re.search(r"Scheduler at:\s+(tcp://\S+)", scheduler.said)[1]
 
 
 def test_several_hosts(address: str) -> None:

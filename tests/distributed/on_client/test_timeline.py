@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import dask
-import pytest
 from distributed import Client, wait
 
 from dask_devctx import report, timeline
@@ -19,22 +17,12 @@ from tests.distributed.devices import fail, nap, started, submit_on
 from tests.distributed.traces import assert_equal, check, checked, lanes, slices
 
 
-@pytest.fixture
-def client() -> Iterator[Client]:
-    with started(n_workers=1, tasks_per_device=2) as client:
-        yield client
-
-
-def run_some(client: Client) -> None:
-    made = client.map(nap, [0.02 + n / 1e5 for n in range(12)], pure=False)
-    wait(made)
-    client.gather(client.map(nap, [0.01] * 12, made[::-1], [made[0]] * 12, pure=False))
+def test_every_task_and_copy_of_the_report_is_in_it(client: Client, tmp_path: Path) -> None:
+    values = client.map(nap, [0.02 + n / 1e5 for n in range(12)], pure=False)
+    wait(values)
+    client.gather(client.map(nap, [0.01] * 12, values[::-1], [values[0]] * 12, pure=False))
     assert isinstance(submit_on(client, 3, fail, key="fail-1").exception(), ZeroDivisionError)
     submit_on(client, None, sum, [1, 2], key="host-1").result()
-
-
-def test_every_task_and_copy_of_the_report_is_in_it(client: Client, tmp_path: Path) -> None:
-    run_some(client)
     made = timeline(client, tmp_path / "timeline.json")
     found, content = report(client), checked(tmp_path / "timeline.json")
     assert_equal(content, found)

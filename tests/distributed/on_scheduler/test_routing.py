@@ -26,7 +26,7 @@ from dask_devctx.annotations import mistaken
 from dask_devctx.dask_internals.scheduler import moved_to_idle, restrict, restrictions
 from dask_devctx.scheduler import routing
 from dask_devctx.scheduler.messages import ANNOUNCE, PROTOCOL
-from tests.distributed.devices import on_cluster, started, submit_on, uuid_here, worker_with
+from tests.distributed.devices import nap, on_cluster, started, submit_on, uuid_here, worker_with
 
 
 def worker_and_device() -> tuple[str, int]:
@@ -161,17 +161,14 @@ def test_a_worker_without_devices_joins_and_is_not_waited_for() -> None:
         # As on a machine whose devices are not these: the plugin's set-up fails there.
         worker = client.sync(join, cluster)
         assert worker.address in cluster.scheduler.workers
+        plugin = DevicePlugin(devices=["GPU-ffffffff"])
         with pytest.raises(DeviceNotFoundError):
-            client.sync(set_up, worker, DevicePlugin(devices=["GPU-ffffffff"]))
+            client.sync(worker.plugin_add, plugin, catch_errors=False)
         start = time.monotonic()
         assert isinstance(run_on(client, 7).exception(timeout=20), DeviceNotFoundError)
         found = run_on(client, 2, worker_and_device).result(timeout=20)
         assert found == (cluster.workers[0].address, 2)
         assert time.monotonic() - start < 10
-
-
-async def set_up(worker: Worker, plugin: DevicePlugin) -> None:
-    await worker.plugin_add(plugin, catch_errors=False)
 
 
 def worker_and_devices(*_: object) -> tuple[str, tuple[int, ...]]:
@@ -199,6 +196,20 @@ async def test_to_the_worker_that_has_enough(client: Any, scheduler: Any, a: Any
     with dask.annotate(devices="all"):
         found = await client.gather(client.map(worker_and_devices, range(20), pure=False))
     assert set(found) <= {(a.address, (3,)), (b.address, (0, 2))}
+
+
+@on_cluster(2, plugin={"devices_per_worker": 2})
+async def test_a_worker_that_joins_leaves_queued_tasks_queued(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    with dask.annotate(device="auto"):
+        futures = client.map(nap, [0.05] * 100, pure=False)
+    await async_poll_for(lambda: scheduler.queued, timeout=10)
+    first = scheduler.workers[worker.address]
+    before = len(first.processing)
+    async with Worker(scheduler.address, nthreads=2):
+        assert len(first.processing) <= before
+        await client.gather(futures)
 
 
 class Unsaid:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from functools import partial
 from typing import Any
 
@@ -82,6 +83,7 @@ async def test_a_value_on_disk_keeps_no_host_memory(client: Client, worker: Work
     spill, (value,) = worker.data.spill, worker.data.values_of([x.key])
     await asyncio.to_thread(spill.clear, Device(0))
     assert value.is_away
+    assert total(pickle.loads(pickle.dumps(value.form))) == MIB / 8, "it is sent as the array"
     del value
     assert spill.pool.taken >= MIB
     worker.data.fast.evict(x.key)  # as where host memory is nearly full

@@ -13,7 +13,7 @@ import pytest
 from distributed import Client, LocalCluster, Worker
 from distributed.utils_test import poll_for
 
-from dask_devctx import DevicePlugin, DevicesInUseError, devices, driver
+from dask_devctx import DeviceNotFoundError, DevicePlugin, DevicesInUseError, devices, driver
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.worker.leases.locks import held_devices
 from tests.distributed.devices import acquire, here, of_worker, on_cluster, submit_on
@@ -128,6 +128,10 @@ def test_a_lost_gpu_leaves_the_workers_the_rest_of_their_parts(machine: Simulate
         assert sorted(map(len, who_has(client))) == [1, 2]
         with pytest.raises(DevicesInUseError, match=r"^NVML index 2 .*; this worker wants 4"):
             client.register_plugin(DevicePlugin(devices_per_worker=4))
+        client.register_plugin(DevicePlugin(devices=[uuid[:12] for uuid in uuids]))
+        assert sorted(map(len, who_has(client))) == [1, 2]
+        with pytest.raises(DeviceNotFoundError, match="no device 7"):  # it is wrong, and not lost
+            client.register_plugin(DevicePlugin(devices=[*uuids, 7]))
 
 
 @on_cluster(1)

@@ -468,17 +468,14 @@ def test_a_copy_that_cannot_be_asked_about_leaves_nothing_staged(pair: Pair) -> 
 
 
 def refuse_to_close(dask_worker: Worker) -> None:
-    """Answer the question to close staging memory with an error."""
+    """Answer the next question to close staging memory with an error."""
+    close = dask_worker.handlers["devctx_ipc_close"]
 
     async def refuse(**_: object) -> None:
+        dask_worker.handlers["devctx_ipc_close"] = close
         raise ValueError("not today")
 
-    peers.kept.append(dask_worker.handlers["devctx_ipc_close"])
     dask_worker.handlers["devctx_ipc_close"] = refuse
-
-
-def close_again(dask_worker: Worker) -> None:
-    dask_worker.handlers["devctx_ipc_close"] = peers.kept.pop()
 
 
 def test_staging_memory_that_another_worker_does_not_close_is_used_on(pair: Pair) -> None:
@@ -489,7 +486,6 @@ def test_staging_memory_that_another_worker_does_not_close_is_used_on(pair: Pair
     assert client.run(peers.given_back, workers=[first])[first] == nbytes
     assert peers.send(client, of_3_mb, peers.last, [first, second]) == ARRIVED
     assert client.run(peers.staging_nbytes, workers=[first])[first] == nbytes
-    client.run(close_again, workers=[second])
     assert client.run(peers.given_back, workers=[first])[first] == 0
 
 
