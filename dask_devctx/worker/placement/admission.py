@@ -155,8 +155,7 @@ class Admission:
         """Let a claim wait for its turn, which may come at once."""
         with self.lock:
             self._count += 1
-            claim.waits = True
-            claim.held = False
+            claim.waits, claim.held = True, False
             entry = claim.priority, self._count, claim
             for device in claim.devices:
                 heappush(self.states[device].waiting, entry)

@@ -54,7 +54,8 @@ def giving_back(worker: Worker, admission: Admission) -> Iterator[None]:
         full = len(worker.state.executing) >= worker.state.nthreads
         for state in admission.states.values():
             for thread, run in [*state.running.items()]:
-                needed = run.until or (run.held and (state.waiting or state.ready or full))
+                its = map(admission.states.__getitem__, run.devices if run.held else ())
+                needed = run.until or (run.held and full) or any(o.waiting or o.ready for o in its)
                 # Others might reserve the same memory: such tasks keep their slots.
                 if not needed or run.nbytes or not waits_for_tasks(thread):
                     continue
