@@ -108,7 +108,7 @@ class Value:
 async def readable(values: Iterable[Value]) -> None:
     """Return when the event loop can read some values without a wait."""
     for value in values:
-        while value.stamp is not None and not value.stamp.may_be_read():
+        while (stamp := value.stamp) is not None and not stamp.may_be_read():  # it may leave
             await asyncio.sleep(_POLL_S)  # a graph is being captured
 
 
