@@ -55,6 +55,7 @@ def answering(local: PeerTransfers, get_data: Callable[..., Any]) -> Callable[..
         if asking.inside:
             await readable(local.store.values_of(keys))
         token = SENDING.set(not asking.inside)
+        local.under_way += 1
         try:
             who = asking.address or None
             return await get_data(asking, keys=keys, who=who, serializers=serializers)
@@ -63,6 +64,7 @@ def answering(local: PeerTransfers, get_data: Callable[..., Any]) -> Callable[..
             raise
         finally:
             SENDING.reset(token)
+            local.under_way -= 1
             asking.end()
             del asking  # dask's log keeps this frame with an error
 

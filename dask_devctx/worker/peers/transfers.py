@@ -62,7 +62,7 @@ class PeerTransfers:
     opened: OpenedBuffers = field(default_factory=OpenedBuffers)
     # The workers that may have this one's memory open; some may have left the cluster.
     readers: set[str] = field(default_factory=set)
-    under_way: int = 0  # requests without an answer; they are completed after the end, too
+    under_way: int = 0  # requests and answers; they are completed after the end, too
 
     def __post_init__(self) -> None:
         uses_ipc = bool(self.devices) and self.options.ipc is not False
@@ -141,8 +141,7 @@ class PeerTransfers:
 
         The thread of a task waits for it, the event loop does not.
         """
-        staging = self.stagings.get(device)
-        if staging is not None and staging.nbytes:
+        if (staging := self.stagings.get(device)) is not None and staging.nbytes:
             done = asyncio.run_coroutine_threadsafe(self.give_back([staging]), self._loop)
             if threading.get_ident() != self._thread:
                 with suppress(TimeoutError):
@@ -156,13 +155,12 @@ class PeerTransfers:
 
     async def give_back(self, stagings: Sequence[Staging] | None = None) -> bool:
         """Free staging memory that is not in use; return False if another worker has it open."""
-        stagings = list(self.stagings.values()) if stagings is None else stagings
-        found = [(staging, staging.retire()) for staging in stagings]
+        some = self.stagings.values() if stagings is None else stagings
+        found = [(staging, staging.retire()) for staging in some]
         handles = tuple(buffer.handle for _, buffers in found for buffer in buffers)
         if not handles:
             return True
-        readers = list(self.readers)
-        closed = await asyncio.gather(*[self._ask_to_close(one, handles) for one in readers])
+        closed = await asyncio.gather(*[self._ask_to_close(one, handles) for one in self.readers])
         for staging, buffers in found:
             if all(closed):
                 await self.run(staging.free, buffers)
