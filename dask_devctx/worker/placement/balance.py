@@ -79,11 +79,10 @@ def giving_back(worker: Worker, admission: Admission) -> Iterator[None]:
         idle = sum(not one.tasks for one in admission.states.values())
         keys = [*late][: part_for_idle(len(late), idle)]
         if late and not keys and now >= ask_at:
-            ask_at = now + _AGAIN_S
+            ask_at = float("inf")  # the answer may take long
             with suppress(Exception):  # it is asked again
                 keys = await registration.tell(worker, LATE, keys=[*late][:_MOST])
-            if keys:
-                ask_at = 0.0
+            ask_at = 0.0 if keys else now + _AGAIN_S
         for key in keys:
             if admission.withdraw(claim := late[key]):
                 claim.call.future.cancel()  # the task is scheduled again
@@ -96,7 +95,7 @@ def giving_back(worker: Worker, admission: Admission) -> Iterator[None]:
         if not used or worker.status in (Status.closing, Status.closed):
             looking.stop()
 
-    looking = PeriodicCallback(look, _LATE_S * 1000)
+    looking = PeriodicCallback(lambda: worker.loop.add_callback(look), _LATE_S * 1000)
     looking.start()
     try:
         with replaced(worker.stream_handlers, SOME_IDLE, may_ask):
