@@ -73,14 +73,15 @@ class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
         self.copies = spill.copies
         self.moves_inputs = moves_inputs
         self.open = True  # whether tasks resolve what they get
-        # The values that tasks have made and dask is about to store, by key.
-        self.made: dict[Hashable, Value] = {}
+        self.made: dict[Hashable, Value] = {}  # by tasks, and dask is about to store them
         # A mapping of the user's may have its values anywhere: it gets no `Value`, and is not read.
         fast = getattr(self.raw, "fast", self.raw)
         self._shows = isinstance(fast, dict) or (fast is not self.raw and isinstance(fast, Mapping))
         self._in_memory: Mapping[Any, Any] = fast if self._shows else {}
         notes = _dict.items(data) if isinstance(data, Store) else dict.fromkeys(data, _IN_RAW)
         _dict.update(self, notes)
+        if self.raw is not data:  # dask remembers the handlers of before, and so that store
+            _dict.clear(data)
         for key, whole in [*self._in_memory.items(), *_dict.items(self)]:
             if whole.__class__ is Value:
                 spill.add(whole)
