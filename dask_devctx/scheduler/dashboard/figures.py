@@ -16,7 +16,8 @@ from markupsafe import Markup
 from dask_devctx.scheduler.dashboard.feed import Batch
 
 # How much of the past the plots can show; at first the least.
-_WINDOWS_S: Final = {"last 30 s": 30.0, "2 min": 120.0, "10 min": 600.0, "1 h": 3600.0}
+WINDOWS_S: Final = {"last 30 s": 30.0, "2 min": 120.0, "10 min": 600.0, "1 h": 3600.0}
+WINDOW_S: Final = WINDOWS_S["last 30 s"]
 # The most rows of one kind that a browser is given: 1,000 a second for longer than the plots show.
 MOST_ROWS: Final = 40_000
 # The labels of the time axis, by the distance of its ticks.
@@ -53,8 +54,8 @@ class Axes:
     def __init__(self) -> None:
         self._times = DataRange1d(range_padding=0, only_visible=False)
         self._lanes = FactorRange(factors=[""], factor_padding=0)
-        self._window = ColumnDataSource({"time": [0, 1000], "height": [0.5, 0.5]})
-        self.root = RadioButtonGroup(labels=[*_WINDOWS_S], active=0, stylesheets=[STYLE])
+        self._window = ColumnDataSource({"time": [0, 1000 * WINDOW_S], "height": [0.5, 0.5]})
+        self.root = RadioButtonGroup(labels=[*WINDOWS_S], active=0, stylesheets=[STYLE])
         follow = CustomJS(args={"times": self._times}, code="times.reset()")
         self.root.js_on_change("active", follow)
 
@@ -82,7 +83,7 @@ class Axes:
 
     def show(self, batch: Batch) -> None:
         """Move the time to a batch's."""
-        window_s = [*_WINDOWS_S.values()][self.root.active]
+        window_s = [*WINDOWS_S.values()][self.root.active]
         times = [batch.ms(batch.now - window_s), batch.ms(batch.now)]
         self._window.data = {"time": times, "height": [0.5, 0.5]}
         if batch.again:
