@@ -172,11 +172,9 @@ class Rechunks:
 
     def pieces(self, run: DeviceRechunk, asked: Sequence[Index]) -> Any:
         """Return this worker's pieces of blocks of the output as one value; on any thread."""
-        import numpy as np
+        import numpy as np  # as dask's arrays need it
 
-        from dask_devctx.transfer.rechunk_pieces import (
-            Pieces,  # which needs NumPy, as dask's arrays do
-        )
+        from dask_devctx.transfer.rechunk_pieces import Pieces
 
         grid = grid_of(run)
         owner = grid.addresses.index(self._worker.address)
