@@ -1,4 +1,4 @@
-"""Blocks of memory: pieces of them are given out and taken back, and parts lie in them in order."""
+"""Pieces of a transfer, and of blocks of memory, which are given out and taken back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a value is packed without its memory on devices, and the device on which data arrives."""
+"""The device that is current where data arrives, so that a worker uses no other."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ def full(request: pytest.FixtureRequest) -> Iterator[Full]:
 
         spin((1,), (1,), (0,))
         event = Event(device).record(LEGACY_STREAM)
-        for stream in [copy_streams.take(device) for _ in range(100)]:  # more than a GPU has queues
-            copy_streams.give(stream)
+        for one in [copy_streams.take(device) for _ in range(100)]:  # more than a GPU has queues
+            copy_streams.give(one)
         memory = device._backend.calls.work.allocate(2**20)
         device.sync()
         filling = threading.Thread(target=fill)

@@ -1,6 +1,7 @@
 """The table of the known libraries, and a module for each: it locates, moves and allocates arrays.
 
-A library's module is imported when a value of the library first appears.
+A library's module is imported when a value of the library first appears. CONTRIBUTING names the
+other places that a new library may need.
 """
 
 from __future__ import annotations
