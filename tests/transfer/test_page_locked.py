@@ -168,7 +168,7 @@ def _take_while_rings_end(pool: PageLockedPool, at: int) -> list[HostBlock]:
     before, lines = sys.gettrace(), itertools.count()
 
     def collect(frame: Any, event: str, arg: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(("page_locked.py", "ranges.py")):
+        if not frame.f_code.co_filename.endswith(("page_locked.py", "pieces.py")):
             return None
         if event == "line" and next(lines) == at:
             gc.collect()
