@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 from dask_devctx.errors import DeviceFailedError
 
 # Raise it where the content of a message, also between workers, or of a row of history changes.
-PROTOCOL: Final = 13
+PROTOCOL: Final = 14
 # The scheduler's plugin, by its name there.
 ROUTING: Final = "devctx-routing"
 # The handlers that workers call on the scheduler.
