@@ -102,12 +102,12 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     async def start(self, scheduler: Scheduler) -> None:
         """Start to restrict tasks, also those that are on the scheduler already."""
         check_scheduler(scheduler)
+        self._grace_s = missing_device_timeout_s()
         known = _newest.get(scheduler)
         if known is not None and (earlier := known()) is not None:
             await earlier.close()  # dask removes a plugin without its end
         _newest[scheduler] = ref(self)
         self.scheduler = scheduler
-        self._grace_s = missing_device_timeout_s()
         self._cluster = Cluster()
         hosted = partial(internals.addresses_at, scheduler)
         self._restricted = Restrictions(self._cluster, hosted)
