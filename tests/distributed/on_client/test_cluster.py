@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import dask
+import numpy as np
 import psutil
 import pytest
 from distributed import Client, Status, Worker
@@ -114,7 +115,7 @@ def leftovers(before: set[psutil.Process]) -> set[psutil.Process]:
 def test_asynchronously(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         async with (
-            LocalDeviceCluster(n_workers=2, asynchronous=True, **QUIET) as cluster,
+            LocalDeviceCluster(n_workers=np.int32(2), asynchronous=True, **QUIET) as cluster,
             Client(cluster, asynchronous=True) as client,
         ):
             assert ordinals(cluster) == [[0, 1], [2, 3]]
