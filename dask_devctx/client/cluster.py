@@ -128,11 +128,11 @@ class LocalDeviceCluster(internals.WatchedCluster):
         names = ", ".join(str(device) for device in devices() if device.uuid in used) or "none"
         return f"{super().__repr__()[:-1]}, devices={names})"
 
-    def scale(self, n: int = 0, memory: Any = None, cores: Any = None) -> None:
+    def scale(self, n: int = 0, memory: Any = None, cores: Any = None) -> Any:
         """Scale to ``n`` workers, as ``LocalCluster`` does."""
         n = self._workers_for(n, memory, cores)
         self._layout.check(n)
-        super().scale(n)
+        return super().scale(n)
 
     def adapt(self, *args: Any, **kwargs: Any) -> Any:
         """Scale by the load, as ``LocalCluster`` does, to at most as many workers as have devices.

@@ -120,6 +120,7 @@ def test_asynchronously(monkeypatch: pytest.MonkeyPatch) -> None:
         ):
             assert ordinals(cluster) == [[0, 1], [2, 3]]
             assert await submit_on(client, 3, here, pure=False) == 3
+            await cluster.scale(2)
         share = acquire(devices(), 1, holder="somebody")
         monkeypatch.setattr(layout, "held_devices", lambda devices, **how: {})
         cluster = LocalDeviceCluster(n_workers=4, asynchronous=True, **QUIET)
