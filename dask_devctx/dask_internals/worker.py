@@ -22,7 +22,7 @@ from distributed.worker_state_machine import SecedeEvent
 from dask_devctx.dask_internals import unsupported
 
 _MISSING = object()
-_patching = threading.Lock()
+_patching = threading.RLock()  # a worker that was dropped may be collected meanwhile
 # A child of dask's own: a worker shows its level INFO, as a line like dask's own.
 workers_log = logging.getLogger("distributed.worker.dask_devctx")
 
