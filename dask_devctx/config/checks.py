@@ -73,7 +73,7 @@ def share_of_memory(name: str, value: Any) -> float:
     found = _amount(value)
     if found is None:
         raise refused(name, "a fraction of a device's memory, or bytes such as '2 GiB'", value)
-    return found
+    return float(found)
 
 
 def memory_limit(name: str, value: Any) -> float | str | None:
