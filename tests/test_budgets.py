@@ -139,10 +139,6 @@ def _side(frame: FrameType | None) -> str:
     return "loop"
 
 
-def count_on_this_thread(on: bool) -> None:
-    sys.setprofile(count if on else None)
-
-
 def empty(number: int) -> None:
     pass
 
@@ -183,8 +179,8 @@ async def test_calls(client: Any, scheduler: Any, worker: Any) -> None:
     for callback in worker.periodic_callbacks.values():
         callback.stop()
     least: dict[str, dict[str, float]] = {}
-    await client.submit(count_on_this_thread, True, pure=False)
-    count_on_this_thread(True)
+    await client.submit(sys.setprofile, count, pure=False)
+    sys.setprofile(count)
     try:
         for _ in range(8):  # on a busy machine, fewer outcomes are gathered
             for kind, function, given in (
@@ -195,8 +191,8 @@ async def test_calls(client: Any, scheduler: Any, worker: Any) -> None:
                 best = least.setdefault(kind, counted)
                 best.update({s: min(best.get(s, n), n) for s, n in counted.items()})
     finally:
-        count_on_this_thread(False)
-        await client.submit(count_on_this_thread, False, pure=False)
+        sys.setprofile(None)
+        await client.submit(sys.setprofile, None, pure=False)
     found = {
         kind: {side: round(least[kind][side], 1) for side in limits}
         for kind, limits in CALLS.items()

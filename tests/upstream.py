@@ -30,6 +30,7 @@ REASONS = {
     "test_new_metrics_during_heartbeat": "the connection to the scheduler is open already: dask's "
     "own second heartbeat yields as often",
     "test_remove_with_client": "a worker has a further plugin",
+    "test_silent_startup": "a worker warns that two threads are too few",
     "test_Client_twice": "a second cluster on the same machine needs devices of its own",
 }
 DATA_TYPES = """
@@ -37,6 +38,7 @@ test_dict_data_if_no_spill_to_disk test_worker_data_callable_kwargs test_manual_
 test_worker_data_callable_local_directory test_worker_data_callable_local_directory_kwargs
 test_override_data_worker test_override_data_nanny test_override_data_vs_memory_monitor
 test_avoid_memory_monitor_if_zero_limit_worker test_avoid_memory_monitor_if_zero_limit_nanny
+test_memory_limit_none
 """
 REASONS |= dict.fromkeys(
     DATA_TYPES.split(), "a mapping of this package holds values that may leave their devices"
