@@ -13,10 +13,7 @@ from cuda.bindings import driver as types
 
 from dask_devctx import Context, ContextFlags, Device, Limit, PrimaryContext, driver
 from dask_devctx.errors import DeviceScopeError, DriverError
-
-
-def current():
-    return driver.backend().current_context()
+from tests.cuda.test_scope import current
 
 
 @pytest.fixture

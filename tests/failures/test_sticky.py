@@ -21,7 +21,7 @@ from distributed.utils_test import async_poll_for, poll_for
 
 from dask_devctx import Device, DeviceFailedError, DeviceNotFoundError, DevicePlugin, report
 from dask_devctx.cuda.scope import open_scopes
-from tests.distributed.devices import started, submit_on
+from tests.distributed.devices import here, started, submit_on
 from tests.distributed.peers import poison
 from tests.failures.conftest import failures, leave_a_bad_kernel_running, where_slowly
 from tests.python import python
@@ -101,8 +101,7 @@ class Model:
     """An actor whose methods break its device."""
 
     def well(self) -> int | None:
-        current = Device.current()
-        return None if current is None else current.device_id
+        return here()
 
     def breaks(self) -> None:
         write_to_an_illegal_address()

@@ -47,8 +47,7 @@ async def test_tasks_with_their_devices_and_waits(client: Any, scheduler: Any) -
         "moved-1": 0,
         "host-1": None,
     }
-    assert rows["first-1"].uuid == Device(1).uuid
-    assert rows["host-1"].uuid is None
+    assert (rows["first-1"].uuid, rows["host-1"].uuid) == (Device(1).uuid, None)
     assert {key for key, row in rows.items() if row.outcome == "error"} == {"fail-1"}
     later = max(rows["first-1"], rows["second-1"], key=lambda row: row.start)
     assert 0.05 < later.slot_s < 5

@@ -88,8 +88,7 @@ def test_a_worker_that_left_is_forgotten_and_staging_memory_goes_back(killed: bo
         else:
             client.retire_workers(workers[1:])
         assert peers.until(lambda: not client.run(opened, workers=here)[workers[0]], 30)
-        given_back = lambda: not client.run(peers.given_back, workers=here)[workers[0]]  # noqa: E731
-        assert peers.until(given_back, 20)
+        assert peers.until(lambda: not any(client.run(peers.given_back, workers=here).values()), 20)
 
 
 def reserved(dask_worker: Worker) -> int:
