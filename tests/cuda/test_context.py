@@ -170,6 +170,8 @@ def test_primary(backend):
         assert primary.is_active
         assert primary.is_current
         assert Device.current() is Device(0)
+        Device(1).primary_context.set_current()  # which nothing has retained yet
+        assert Device.current() is Device(1)
     assert primary.is_active  # it stays, for the next scope
     assert current() == 0
     assert primary.limits[Limit.STACK_SIZE] > 0

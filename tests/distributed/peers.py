@@ -186,8 +186,12 @@ def staging_nbytes(dask_worker: Worker) -> int:
     return int(found.nbytes)
 
 
-async def given_back(dask_worker: Worker) -> int:
-    await dask_worker.plugins["devctx"].extension.peers.give_back()
+async def given_back(dask_worker: Worker, unused_s: float | None = None) -> int:
+    """Free staging memory, at once or as if it was unused for so long; return what stays."""
+    transfers = dask_worker.plugins["devctx"].extension.peers
+    for staging in transfers.stagings.values():
+        staging.used_at -= unused_s or 0
+    await (transfers.give_back() if unused_s is None else transfers.give_back_unused())
     return staging_nbytes(dask_worker)
 
 

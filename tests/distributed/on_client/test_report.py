@@ -40,7 +40,7 @@ def nap(seconds: float) -> int:
 def run_some(client: Client) -> dict[str, int]:
     """Run six tasks on each device and one that fails on device 3; return who ran where."""
     ran = {}
-    for ordinal in range(4):
+    for ordinal in (0, 2, 1, 3):  # of one worker and the other
         with dask.annotate(device=ordinal):
             futures = client.map(nap, [0.01 + n / 10000 + ordinal / 1000000 for n in range(6)])
         ran.update(dict.fromkeys([future.key for future in futures], ordinal))
@@ -109,6 +109,7 @@ def test_the_task_stream_knows_the_device_and_does_not_break(
 def test_it_has_a_line_for_each_device_as_text_and_in_a_notebook(client: Client) -> None:
     ran = run_some(client)
     found = report(client)
+    assert [task.start for task in found] == sorted(task.start for task in found)
     head, *lines, failed = str(found).splitlines()
     assert failed == "failed: 1 of fail"
     names = ["device", "worker", "runs", "waits", "done", "failed", "use", "memory used", "kept"]

@@ -51,7 +51,7 @@ async def test_tasks_with_their_devices_and_waits(client: Any, scheduler: Any) -
     assert {key for key, row in rows.items() if row.outcome == "error"} == {"fail-1"}
     later = max(rows["first-1"], rows["second-1"], key=lambda row: row.start)
     assert 0.05 < later.slot_s < 5
-    assert rows["moved-1"].inputs_s > 0
+    assert 0 < rows["moved-1"].inputs_s < 5
     assert rows["first-1"].thread == rows["second-1"].thread != rows["moved-1"].thread
     for row in rows.values():
         assert row.prefix == row.key.split("-")[0]

@@ -112,6 +112,7 @@ def test_each_device_at_a_glance() -> None:
     )
     said = {"device": "cuda:0<", "computes": ">50%<", "memory used": ">15.0 of 16.0 GiB<"}
     said |= {"spilled": "1.0 MiB<", "power": "310 W<", "temperature": "41 °C<", "queued": "3<"}
+    said["held by dask"] = "0 B<"
     assert [name for name, text in said.items() if text not in cells[name]] == []
     assert "<td>3</td><td><div>2 × &lt;train&gt;</div></td>" in first
     assert second.startswith("cuda:1<")

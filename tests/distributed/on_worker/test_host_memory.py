@@ -90,6 +90,8 @@ async def test_a_value_on_disk_keeps_no_host_memory(client: Client, worker: Work
     assert x.key in worker.data.disk
     await async_poll_for(lambda: not spill.pool.taken, timeout=10)
     assert await submit_on(client, 1, total, x, pure=False) == MIB / 8
+    await worker.plugin_remove("devctx")
+    await async_poll_for(lambda: not spill.pool.nbytes, timeout=10)
 
 
 def limits(client: Client) -> tuple[list[int], list[int]]:

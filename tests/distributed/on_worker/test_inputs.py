@@ -91,15 +91,15 @@ async def test_one_copy_is_shared_and_goes_with_its_key(
 @one_worker()
 async def test_inputs_move_while_the_task_waits(client: Client, worker: Worker) -> None:
     """A device that is busy is sent the input of a task in its queue before that task starts."""
-    x = submit_on(client, 0, make, pure=False)
-    await x
+    x, y = (submit_on(client, number, make, pure=False) for number in (0, 1))
+    await wait([x, y])
     with dask.annotate(device=1):
-        busy = client.submit(time.sleep, 1.0, pure=False)
-        await async_poll_for(lambda: worker.state.executing_count != 0, timeout=10)
+        busy = client.submit(device_at_the_gate, y, "ahead", pure=False)
+        await until(_gates["ahead, started"].is_set)
         waiting = client.submit(where, x, pure=False)
-        await async_poll_for(lambda: traffic(worker), timeout=10)
-        assert not busy.done()
-        assert not waiting.done()
+        await async_poll_for(lambda: traffic(worker), timeout=5)
+        assert (busy.done(), waiting.done()) == (False, False)
+        _gates["ahead"].set()
         assert await waiting == (1,)
     assert [counts[:2] for counts in traffic(worker).values()] == [(1, 0)]
 

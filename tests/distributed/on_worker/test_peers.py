@@ -503,6 +503,6 @@ def test_staging_memory_makes_room_for_a_task_and_goes_back_unused() -> None:
         assert client.submit(peers.array, 10**6, workers=workers[:1]).result(30).nbytes == 8 * 10**6
         client.run(empty, workers=workers[:1])
         assert peers.send(client, of_3_mb, peers.last, workers) == ARRIVED
-        assert client.run(peers.staging_nbytes, workers=workers[:1])[workers[0]] > 0
-        assert client.run(peers.given_back, workers=workers[:1])[workers[0]] == 0
+        assert client.run(peers.given_back, unused_s=30, workers=workers[:1])[workers[0]] > 0
+        assert client.run(peers.given_back, unused_s=30, workers=workers[:1])[workers[0]] == 0
         assert peers.send(client, of_3_mb, peers.last, workers) == ARRIVED

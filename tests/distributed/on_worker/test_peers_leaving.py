@@ -49,6 +49,7 @@ def used_memory(dask_worker: Worker) -> int:
 def test_who_has_no_plugin_any_more_is_sent_what_it_can_read() -> None:
     with peers.cluster(2) as (client, workers):
         assert peers.send(client, partial(peers.array, 10**6), peers.last, workers) == ARRIVED
+        assert peers.send(client, peers.array, peers.last, workers[::-1]) == ARRIVED
         client.run(remove_plugin, workers=workers[1:])
         assert peers.send(client, peers.array, peers.last_on_the_host, workers) == 1.0
         sender = workers[:1]
