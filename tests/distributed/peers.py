@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from logging.handlers import BufferingHandler
 from typing import Any
 
 import dask
@@ -113,22 +114,17 @@ def poison(after_s: float = 0) -> None:
     faults().poison(CUresult.CUDA_ERROR_ILLEGAL_ADDRESS, after_s=after_s)
 
 
-_log: list[str] = []
-
-
-class _Keep(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        _log.append(record.getMessage())
+_log = BufferingHandler(10**6)
 
 
 def keep_log() -> None:
     logger = logging.getLogger("dask_devctx")
     logger.setLevel(logging.INFO)
-    logger.addHandler(_Keep())
+    logger.addHandler(_log)
 
 
 def kept_log() -> list[str]:
-    return _log
+    return [record.getMessage() for record in _log.buffer]
 
 
 def faults() -> Any:

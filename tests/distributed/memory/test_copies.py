@@ -19,6 +19,7 @@ from dask_devctx.transfer import Stamp, events, hold, nbytes_by_device, release_
 from dask_devctx.transfer.traffic import TrafficCounts
 from dask_devctx.worker.values.accounting import Accounts, allocations, limit_nbytes
 from dask_devctx.worker.values.copies import Copies
+from dask_devctx.worker.values.spill import _stays_right
 from dask_devctx.worker.values.spill_order import in_order
 from dask_devctx.worker.values.value import Value
 from tests.distributed.devices import work_is_pending
@@ -158,3 +159,9 @@ def test_values_of_one_allocation_leave_one_after_the_other(machine: SimulatedMa
     for one in values.values():
         accounts.count(one, allocations(one.value, one.nbytes))
     assert [one.key for one in in_order(accounts[Device(0)], lambda key: None)] == ["a", "c", "b"]
+
+
+@pytest.mark.parametrize("module", ["torch._tensor", "cudf.core.frame", "cupy"])
+def test_no_form_is_kept_of_what_tasks_change(machine: Any, module: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(type(one := array(0)), "__module__", module)
+    assert _stays_right(one) == (module == "cupy")
