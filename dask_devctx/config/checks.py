@@ -90,7 +90,7 @@ def memory_size(name: str, value: Any, or_: str = "") -> float | str | None:
         raise refused(
             name,
             f"{or_}a fraction of a device's memory up to 1, bytes such as '12 GiB' "
-            f"({_LEAST_LIMIT_NBYTES} or more), or 0 or None for no limit",
+            f"({_LEAST_LIMIT_NBYTES} or more), or 0 or None for none",
             value,
         )
     return (float(found) if found <= 1 else int(found)) or None
