@@ -48,10 +48,10 @@ def unknown_keys() -> list[str]:
         name = key.lower().replace("_", "-")
         if name not in _KNOWN:
             near = nearest(name, _KNOWN)
-            meant = f"; devctx.{near}?" if near else ""
+            meant = f". Did you mean devctx.{near}?" if near else ""
             said.append(f"there is no devctx.{name} (in the environment {variable(key)}){meant}")
     for key in dask.config.config:
         if key.startswith("devctx_"):  # one underscore is part of a word
             meant = variable(key.removeprefix("devctx_"))
-            said.append(f"DASK_{key.upper()} means nothing; {meant}?")
+            said.append(f"DASK_{key.upper()} means nothing. Did you mean {meant}?")
     return said

@@ -167,7 +167,7 @@ class DeviceExtension:
         if nthreads < 2 * at_once:
             workers_log.warning(
                 "%s: With nthreads=%s, dask gives this worker too few tasks to keep its devices "
-                "busy. Set threads_per_worker, or --nthreads, to %s, as LocalDeviceCluster does",
+                "busy. Set threads_per_worker, or --nthreads, to %s, LocalDeviceCluster's default",
                 *(worker.address, nthreads, enough),
             )
 

@@ -147,7 +147,7 @@ def test_devices_that_are_no_list_are_refused_with_what_to_write(devices: Any) -
 def test_a_mistyped_key_is_named_with_the_one_that_was_meant(key: str) -> None:
     expected = (
         "there is no devctx.tasks-per-devices (in the environment "
-        "DASK_DEVCTX__TASKS_PER_DEVICES); devctx.tasks-per-device?"
+        "DASK_DEVCTX__TASKS_PER_DEVICES). Did you mean devctx.tasks-per-device?"
     )
     with (
         dask.config.set({f"devctx.{key}": 2}),
