@@ -101,8 +101,7 @@ class LocalDeviceCluster(internals.WatchedCluster):
             )
         n_workers = n_workers if n_workers is None else int(n_workers)  # NumPy's may overflow
         if threads_per_worker is not None:
-            whole_number(1)("threads_per_worker", threads_per_worker)
-            threads_per_worker = int(threads_per_worker)
+            threads_per_worker = whole_number(1)("threads_per_worker", threads_per_worker)
         kwargs = fold_rmm(_known(kwargs, type(self)))
         require_ucx(kwargs.get("protocol"))
         plugin = DevicePlugin(**{n: kwargs.pop(n) for n in OPTION_NAMES if n in kwargs})

@@ -31,7 +31,7 @@ def settings(options: Mapping[str, Any]) -> dict[str, Any]:
     return {f"devctx.{key_of(name)}": value for name, value in options.items()}
 
 
-def whole_number(least: int) -> Check:
+def whole_number(least: int) -> Callable[[str, Any], int]:
     def check(name: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
             raise refused(name, f"a whole number, {least} or more", value)
@@ -82,14 +82,14 @@ def memory_limit(name: str, value: Any) -> float | str | None:
     return memory_size(name, value, "'auto', ")
 
 
-def memory_size(name: str, value: Any, or_: str = "") -> float | str | None:
+def memory_size(name: str, value: Any, also: str = "") -> float | str | None:
     found = _amount(value)
     if isinstance(value, str) and value[-1:].isalpha() and 1 <= (found or 0) < _LEAST_LIMIT_NBYTES:
         return value  # with its unit, "30 B" is no mistake
     if found is None or 1 < found < _LEAST_LIMIT_NBYTES:
         raise refused(
             name,
-            f"{or_}a fraction of a device's memory up to 1, bytes such as '12 GiB' "
+            f"{also}a fraction of a device's memory up to 1, bytes such as '12 GiB' "
             f"({_LEAST_LIMIT_NBYTES} or more), or 0 or None for none",
             value,
         )

@@ -1,4 +1,4 @@
-"""Isolated runs: who waits for whom, and which tasks a device's failure is not the fault of."""
+"""Isolated runs: which tasks wait for which, and which did not cause a device's failure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Sending values on a device to another process of this machine, by CUDA IPC, without the host.
 
-The sender packs a value (:mod:`.parcel`): a pickle without the bytes on a device, and a list of
-those bytes. It copies them into staging memory (:mod:`.sending`), which other processes may open.
+The sender packs a value (`transfer/parcel.py`): a pickle without the bytes on a device, and a list
+of those bytes. It copies them into staging memory (:mod:`.sending`), which other processes open.
 The receiver allocates memory with the value's own library, opens the staging memory once
 (:mod:`.receiving`), copies, and unpacks.
 """

@@ -1,4 +1,4 @@
-"""What the values on each device take of its limit."""
+"""The bytes of the values on each device, beside its limit."""
 
 from __future__ import annotations
 
